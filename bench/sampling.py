@@ -1,0 +1,36 @@
+"""Owns the statistics of interleaved samples: differences within a turn, a ratio's certainty."""
+
+import random
+import statistics
+from collections.abc import Sequence
+
+RESAMPLES = 2000
+
+
+def added_s(own_s: Sequence[float], base_s: Sequence[float]) -> float:
+    """Median of the differences within each turn.
+
+    Whatever slows the machine for longer than a turn slows both alike and drops out, which it
+    would not from the difference of two medians.
+    """
+    return statistics.median(own - base for own, base in zip(own_s, base_s, strict=True))
+
+
+def added_ratio(own_s: Sequence[float], peer_s: Sequence[float], base_s: Sequence[float]) -> float:
+    """What `own` adds to `base`, as a share of what `peer` adds to it."""
+    peer_added_s = added_s(peer_s, base_s)
+    return added_s(own_s, base_s) / peer_added_s if peer_added_s > 0 else float("nan")
+
+
+def added_ratio_interval(
+    own_s: Sequence[float], peer_s: Sequence[float], base_s: Sequence[float]
+) -> tuple[float, float]:
+    """The middle 90 % of the ratio over resampled turns (bootstrap); always the same ones."""
+    generator = random.Random(0)
+    turns = list(zip(own_s, peer_s, base_s, strict=True))
+    ratios = []
+    for _ in range(RESAMPLES):
+        own, peer, base = zip(*generator.choices(turns, k=len(turns)), strict=True)
+        ratios.append(added_ratio(own, peer, base))
+    ratios.sort()
+    return ratios[RESAMPLES // 20], ratios[-RESAMPLES // 20 - 1]

@@ -1,0 +1,74 @@
+// The Python boundary: the module, the translation of errors, and how waits let signals through.
+#include "bindings.h"
+
+#include <exception>
+
+#include "base/error.h"
+#include "base/interrupt.h"
+#include "bucket/autograd_boundary.h"
+#include "transport/arena.h"
+#include "transport/board.h"
+
+namespace py = pybind11;
+
+namespace pydist {
+
+namespace {
+
+void raise_as(const char* name, const std::exception& error) {
+  PyErr_SetString(py::module_::import("pydist.errors").attr(name).ptr(), error.what());
+}
+
+void translate(std::exception_ptr pending) {
+  try {
+    if (pending) std::rethrow_exception(pending);
+  } catch (const UsageError& error) {
+    raise_as("UsageError", error);
+  } catch (const MismatchError& error) {
+    raise_as("MismatchError", error);
+  } catch (const PeerError& error) {
+    raise_as("PeerError", error);
+  } catch (const TimeoutError& error) {
+    raise_as("TimeoutError", error);
+  } catch (const HostError& error) {
+    raise_as("HostError", error);
+  } catch (const ResourceError& error) {
+    raise_as("ResourceError", error);
+  }
+}
+
+// For errors inside backward: a Python error in flight passes torch's engine as it is.
+void rethrow_as_python_error(std::exception_ptr pending) {
+  const py::gil_scoped_acquire gil;
+  translate(pending);
+  throw py::error_already_set();
+}
+
+// Python runs signal handlers in its main thread only; elsewhere this returns at once.
+void run_signal_handlers() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+py::dict arena_usage() {
+  py::dict usage;
+  const Arena* arena = Arena::if_exists();
+  usage["used_nbytes"] = arena == nullptr ? 0 : arena->used_nbytes();
+  usage["committed_nbytes"] = arena == nullptr ? 0 : arena->committed_nbytes();
+  usage["capacity_nbytes"] = arena == nullptr ? 0 : arena->capacity();
+  return usage;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.doc() = "pydist's C++ engine";
+  py::register_local_exception_translator(&translate);
+  set_autograd_rethrow(&rethrow_as_python_error);
+  set_interrupt_check(&run_signal_handlers);
+  module.def("arena_usage", &arena_usage);
+  bind_collective(module);
+  bind_reducer(module);
+}
+
+}  // namespace pydist

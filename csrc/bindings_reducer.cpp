@@ -1,0 +1,110 @@
+// The reducer as Python sees it.
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "bindings.h"
+#include "bucket/pack.h"
+#include "bucket/process_group_round.h"
+#include "bucket/reducer.h"
+#include "bucket/shared_round.h"
+#include "transport/c10d_store.h"
+
+namespace py = pybind11;
+
+namespace pydist {
+
+namespace {
+
+ReducerOptions reducer_options(const py::dict& settings) {
+  ReducerOptions options;
+  options.name = settings["name"].cast<std::string>();
+  options.layout.bucket_cap_nbytes = settings["bucket_cap_nbytes"].cast<size_t>();
+  options.layout.first_cap_nbytes = settings["first_cap_nbytes"].cast<size_t>();
+  options.bucket_view = settings["bucket_view"].cast<bool>();
+  return options;
+}
+
+std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
+                                      std::vector<std::string> names,
+                                      c10::intrusive_ptr<c10d::Store> store,
+                                      std::optional<c10::intrusive_ptr<c10d::ProcessGroup>> group,
+                                      int rank, int size, double timeout_s,
+                                      std::vector<int> global_ranks, const py::dict& settings) {
+  const ReducerOptions options = reducer_options(settings);
+  const py::gil_scoped_release no_gil;
+  RoundOptions plan = Reducer::plan(parameters, names, options);
+  plan.timeout_s = timeout_s;
+  std::vector<Unit> units = plan.units;
+  std::unique_ptr<Store> meeting = wrap_c10d_store(std::move(store));
+  std::unique_ptr<Round> round;
+  if (group) {
+    round = std::make_unique<ProcessGroupRound>(*group, std::move(meeting), std::move(plan));
+  } else {
+    BoardOptions board;
+    board.rank = rank;
+    board.size = size;
+    board.name = "the reducer of " + options.name;
+    board.global_ranks = std::move(global_ranks);
+    round = SharedRound::create(*meeting, board, std::move(plan));
+  }
+  return std::make_shared<Reducer>(std::move(parameters), std::move(names), std::move(units),
+                                   std::move(round), options);
+}
+
+py::dict counters(const Reducer& reducer) {
+  py::dict result;
+  result["num_rounds"] = reducer.counters().num_rounds;
+  result["born_nbytes"] = reducer.counters().born_nbytes;
+  result["packed_nbytes"] = reducer.counters().packed_nbytes;
+  result["moved_nbytes"] = reducer.round().moved_nbytes();
+  result["wait_s"] = reducer.round().wait_s();
+  return result;
+}
+
+py::list units(const Reducer& reducer) {
+  py::list result;
+  for (const Unit& unit : reducer.units()) {
+    py::list members;
+    for (const Member& member : unit.members) members.append(member.parameter);
+    result.append(py::make_tuple(unit.alone, unit.nbytes(), members));
+  }
+  return result;
+}
+
+// Copies contiguous tensors one after the other into `out`; for the benchmark.
+void pack_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& out) {
+  std::vector<PackItem> items;
+  auto* target = static_cast<uint8_t*>(out.data_ptr());
+  size_t offset = 0;
+  for (const at::Tensor& tensor : tensors) {
+    items.push_back({tensor.data_ptr(), target + offset, tensor.nbytes()});
+    offset += tensor.nbytes();
+  }
+  if (offset > out.nbytes()) {
+    throw UsageError(concat("pack: tensors have ", offset, " bytes, out only ", out.nbytes()));
+  }
+  pack(items);
+}
+
+}  // namespace
+
+void bind_reducer(py::module_& module) {
+  py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer")
+      .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("store"),
+           py::arg("group"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"),
+           py::arg("global_ranks"), py::arg("settings"))
+      .def("watch", &Reducer::watch, py::arg("outputs"), py::arg("synchronize"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("detach_hooks", &Reducer::detach_hooks)
+      .def("counters", &counters)
+      .def("units", &units)
+      .def_property_readonly("last_round_had_unused", &Reducer::last_round_had_unused)
+      .def_property_readonly("last_round_changed", &Reducer::last_round_changed)
+      .def("unused_in_last_round", &Reducer::unused_in_last_round)
+      .def("changed_since_first_round", &Reducer::changed_since_first_round);
+  module.def("pack", &pack_tensors, py::arg("tensors"), py::arg("out"));
+  module.def("install_allocator", [] { return GradientAllocator::install(); });
+}
+
+}  // namespace pydist

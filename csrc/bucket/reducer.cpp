@@ -1,0 +1,345 @@
+#include "bucket/reducer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "bucket/autograd_boundary.h"
+#include "transport/arena.h"
+
+namespace pydist {
+
+namespace {
+
+DType unit_dtype(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+    case at::kComplexFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+    case at::kComplexDouble:
+      return DType::kFloat64;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    default:
+      throw UsageError(concat("gradients of dtype ", toString(tensor.scalar_type()),
+                              " cannot be reduced; keep such parameters out of the model or in a "
+                              "buffer"));
+  }
+}
+
+}  // namespace
+
+RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
+                           const std::vector<std::string>& names, const ReducerOptions& options) {
+  std::vector<ParameterSpec> specs;
+  std::vector<int> order;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    ParameterSpec spec;
+    spec.dtype = unit_dtype(parameters[i]);
+    spec.num_elements = parameters[i].numel() * (parameters[i].is_complex() ? 2 : 1);
+    // A bucket that `.grad` are views of has one dtype, complex or real.
+    spec.group = options.bucket_view && parameters[i].is_complex() ? 1 : 0;
+    specs.push_back(spec);
+    order.push_back(static_cast<int>(parameters.size() - 1 - i));  // backward roughly reverses forward
+  }
+  LayoutOptions layout = options.layout;
+  if (options.bucket_view) layout.alone_nbytes = SIZE_MAX;
+  RoundOptions round;
+  round.units = make_layout(specs, order, layout);
+  round.num_parameters = static_cast<int>(parameters.size());
+  for (const Unit& unit : round.units) {
+    const std::string& first = names[unit.members.front().parameter];
+    round.unit_names.push_back(unit.members.size() == 1
+                                   ? "parameter " + first
+                                   : concat("a bucket of ", unit.members.size(),
+                                            " parameters (", first, " to ",
+                                            names[unit.members.back().parameter], ")"));
+  }
+  return round;
+}
+
+Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+                 std::vector<Unit> units, std::unique_ptr<Round> round, ReducerOptions options)
+    : parameters_(parameters.size()),
+      units_(std::move(units)),
+      states_(units_.size()),
+      round_(std::move(round)),
+      options_(std::move(options)),
+      record_(static_cast<int>(parameters.size())),
+      used_by_any_(static_cast<int>(parameters.size())),
+      used_first_(static_cast<int>(parameters.size())) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    Parameter& parameter = parameters_[i];
+    parameter.variable = parameters[i];
+    parameter.name = names[i];
+    parameter.nbytes = parameters[i].nbytes();
+    parameter.dense = parameters[i].is_non_overlapping_and_dense();
+  }
+  for (size_t u = 0; u < units_.size(); ++u) {
+    for (const Member& member : units_[u].members) {
+      parameters_[member.parameter].unit = static_cast<int>(u);
+      parameters_[member.parameter].begin = member.begin;
+    }
+  }
+  if (options_.born_in_arena && !options_.bucket_view) GradientAllocator::install();
+}
+
+Reducer::~Reducer() {
+  if (open_) abandon_round("its model was destroyed in the middle of a backward");
+  detach_hooks();
+}
+
+// Closes the round when the graph task ends. When backward raises, autograd destroys the callback without running it: then peers
+// must learn at once that this rank's gradients will never come.
+class RoundGuard {
+ public:
+  explicit RoundGuard(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
+  RoundGuard(const RoundGuard&) = delete;
+  ~RoundGuard() {
+    if (reducer_->open_) reducer_->abandon_round("raised in backward");
+  }
+  void close() {
+    at_autograd_boundary([this] { reducer_->close_round(); });
+  }
+
+ private:
+  std::shared_ptr<Reducer> reducer_;
+};
+
+void Reducer::arm() {
+  if (!options_.born_in_arena || options_.bucket_view) return;
+  std::vector<size_t> sizes;
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.unit < 0 || !units_[parameter.unit].alone) continue;
+    if (parameter.variable.requires_grad() && !parameter.variable.grad().defined()) {
+      sizes.push_back(parameter.nbytes);
+    }
+  }
+  expected_.arm(sizes);
+}
+
+// True if the graph task that is running accumulates into at least one of the parameters: torch.autograd.grad does not.
+bool Reducer::task_accumulates() const {
+  const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
+  if (exec_info == nullptr || exec_info->empty()) return true;  // a plain backward()
+  for (const Parameter& parameter : parameters_) {
+    const auto found = exec_info->find(parameter.accumulator.get());
+    if (found != exec_info->end() && found->second.needed_) return true;
+  }
+  return false;
+}
+
+void Reducer::on_output(bool synchronize) {
+  if (open_ || !task_accumulates()) return;
+  if (synchronize && round_->size() > 1) {
+    open_round();
+    return;
+  }
+  if (armed_task_ == torch::autograd::get_current_graph_task_id()) return;
+  armed_task_ = torch::autograd::get_current_graph_task_id();
+  arm();
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this()] { self->expected_.disarm(); });
+}
+
+void Reducer::open_round() {
+  auto guard = std::make_shared<RoundGuard>(shared_from_this());
+  torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->close(); });
+  round_->begin();
+  open_ = true;
+  expecting_ = false;
+  for (Parameter& parameter : parameters_) parameter.ready = false;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    states_[u].published = false;
+    states_[u].missing = 0;
+    for (const Member& member : units_[u].members) {
+      states_[u].missing += parameters_[member.parameter].variable.requires_grad() ? 1 : 0;
+    }
+  }
+  arm();
+}
+
+void Reducer::before_accumulation(int index) {
+  Parameter& parameter = parameters_[index];
+  if (!open_ || parameter.unit < 0 || !states_[parameter.unit].published) return;
+  // Peers may be reading and writing this gradient's memory: let autograd fill another.
+  if (parameter.aside.defined()) return;
+  parameter.aside = parameter.variable.grad();
+  parameter.variable.mutable_grad() = at::Tensor();
+}
+
+void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incoming) {
+  Parameter& parameter = parameters_[index];
+  record_.used.set(index);
+  expected_.arrived(parameter.nbytes);
+  if (!open_ && expecting_ && round_->size() > 1) open_round();
+  if (!open_ || parameter.unit < 0) return;
+  const at::Tensor& gradient = parameter.variable.grad();
+  PYDIST_CHECK(gradient.defined(), UsageError, "the gradient of parameter ", parameter.name,
+               " was gone as soon as it was accumulated: a post-accumulate hook set it to None "
+               "(an optimizer step in backward, say), but ranks have not averaged it yet; step "
+               "the optimizer after backward()");
+  PYDIST_CHECK(gradient.layout() == at::kStrided, UsageError, "the gradient of parameter ",
+               parameter.name, " is sparse; sparse gradients cannot be reduced yet, build the "
+               "module with sparse=False");
+  if (states_[parameter.unit].published) {
+    record_.again.set(index);
+  } else if (!parameter.ready) {
+    parameter.ready = true;
+    if (--states_[parameter.unit].missing == 0) publish_ready(index, incoming);
+  }
+  round_->progress();
+}
+
+// All of the parameter's unit is ready.
+void Reducer::publish_ready(int index, const std::vector<at::Tensor>& incoming) {
+  const Parameter& parameter = parameters_[index];
+  const int unit = parameter.unit;
+  if (!units_[unit].alone) {
+    publish_packed(unit, options_.bucket_view ? "bucket view" : "small");
+    return;
+  }
+  const at::Tensor& gradient = parameter.variable.grad();
+  if (const char* reason = why_not_in_place(parameter, gradient, incoming)) {
+    publish_packed(unit, reason);
+    return;
+  }
+  UnitState& state = states_[unit];
+  state.in_place = gradient.data_ptr();
+  Arena::instance().pin(state.in_place);
+  state.published = true;
+  counters_.born_nbytes += parameter.nbytes;
+  round_->publish(unit, state.in_place);
+}
+
+void Reducer::publish_packed(int unit, const char* reason) {
+  pack_unit(unit, false);
+  states_[unit].published = true;
+  counters_.packed_nbytes[reason] += units_[unit].nbytes();
+  round_->publish(unit, round_->unit_memory(unit));
+}
+
+void Reducer::publish_missing(const Bitmap* wanted) {
+  for (size_t u = 0; u < units_.size(); ++u) {
+    if (states_[u].published) continue;
+    bool any = wanted == nullptr;
+    for (const Member& member : units_[u].members) {
+      any = any || wanted->test(member.parameter);
+    }
+    if (any) publish_packed(static_cast<int>(u), "not used here");
+  }
+}
+
+void Reducer::close_round() {
+  expected_.disarm();
+  record_.trainable = trainable();
+  if (round_->publishes_all()) publish_missing(nullptr);
+  const std::vector<RoundRecord>& records = round_->end(record_);
+  check_trainable(records);
+  Bitmap again(static_cast<int>(parameters_.size()));
+  used_by_any_.clear();
+  for (const RoundRecord& record : records) {
+    used_by_any_.merge(record.used);
+    again.merge(record.again);
+  }
+  publish_missing(&used_by_any_);
+  round_->finish();
+  deliver(used_by_any_);
+  if (again.any()) second_round(again);
+  if (counters_.num_rounds++ == 0) used_first_ = used_by_any_;
+  last_had_unused_ = !unused_in_last_round().empty();
+  record_.used.clear();
+  record_.again.clear();
+  open_ = false;
+}
+
+// Ranks that had a second gradient give it, the others zeros; `again` is the same on all ranks, so all reduce the same units.
+void Reducer::second_round(const Bitmap& again) {
+  const at::NoGradGuard no_grad;
+  std::vector<std::pair<int, at::Tensor>> firsts;
+  round_->begin();
+  for (size_t u = 0; u < units_.size(); ++u) {
+    const auto& members = units_[u].members;
+    if (std::none_of(members.begin(), members.end(),
+                     [&](const Member& member) { return again.test(member.parameter); })) {
+      continue;
+    }
+    const int unit = static_cast<int>(u);
+    firsts.emplace_back(unit, options_.bucket_view ? bucket_of(unit).clone() : at::Tensor());
+    pack_unit(unit, true);
+    round_->publish(unit, round_->unit_memory(unit));
+  }
+  round_->end(record_);
+  round_->finish();
+  for (const auto& [unit, first] : firsts) add_second(unit, again, first);
+}
+
+void Reducer::abandon_round(const std::string& reason) noexcept {
+  expected_.disarm();
+  open_ = false;
+  round_->fail(concat(round_->describe(round_->rank()), " ", reason, " of ", options_.name));
+  release_pins(round_->drain());
+  for (Parameter& parameter : parameters_) {
+    if (parameter.aside.defined()) parameter.variable.mutable_grad() = std::move(parameter.aside);
+    parameter.aside = at::Tensor();
+  }
+  record_.used.clear();
+  record_.again.clear();
+}
+
+void Reducer::release_pins(bool quiet) noexcept {
+  for (UnitState& state : states_) {
+    // Where a peer might still write, the block stays pinned for ever.
+    if (state.in_place != nullptr && quiet) Arena::instance().unpin(state.in_place);
+    state.in_place = nullptr;
+  }
+}
+
+Bitmap Reducer::trainable() const {
+  Bitmap bitmap(static_cast<int>(parameters_.size()));
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].variable.requires_grad()) bitmap.set(static_cast<int>(i));
+  }
+  return bitmap;
+}
+
+void Reducer::check_trainable(const std::vector<RoundRecord>& records) const {
+  for (size_t r = 1; r < records.size(); ++r) {
+    if (records[r].trainable == records[0].trainable) continue;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const bool here = records[r].trainable.test(static_cast<int>(i));
+      PYDIST_CHECK(here == records[0].trainable.test(static_cast<int>(i)), MismatchError,
+                   "parameter ", parameters_[i].name, " of ", options_.name, " has requires_grad=",
+                   here ? "True" : "False", " on ", round_->describe(static_cast<int>(r)),
+                   ", but the opposite on ", round_->describe(0),
+                   "; freeze and unfreeze the same parameters on every rank");
+    }
+  }
+}
+
+std::vector<int> Reducer::unused_in_last_round() const {
+  std::vector<int> unused;
+  if (counters_.num_rounds == 0) return unused;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const bool expected = parameters_[i].variable.requires_grad() && parameters_[i].unit >= 0;
+    if (expected && !used_by_any_.test(static_cast<int>(i))) unused.push_back(static_cast<int>(i));
+  }
+  return unused;
+}
+
+std::vector<int> Reducer::changed_since_first_round() const {
+  std::vector<int> changed;
+  for (size_t i = 0; i < parameters_.size() && counters_.num_rounds > 0; ++i) {
+    if (used_first_.test(static_cast<int>(i)) != used_by_any_.test(static_cast<int>(i))) {
+      changed.push_back(static_cast<int>(i));
+    }
+  }
+  return changed;
+}
+
+}  // namespace pydist

@@ -1,0 +1,151 @@
+// Turns a module's backward into rounds: watches its parameters and outputs, publishes gradients, leaves means in `.grad`.
+//
+// A pre-hook on the grad_fn of a wrapped forward's outputs marks the start of a backward and opens a round; a post-hook on each
+// parameter's AccumulateGrad node marks a gradient as ready; a callback that the outermost graph task runs at its end closes the
+// round. In between, units are published as they become ready:
+//
+//   alone unit    zero-copy if the gradient lies in the arena and this process provably holds its memory alone,
+//                 else packed into the unit's own memory and copied back
+//   bucket        packed once all its trainable members are ready
+//
+// At the end ranks agree on who used which parameter. A parameter used on any rank is averaged over all of them: whoever did not
+// use it contributes its current `.grad`, zeros where there is none. A parameter used nowhere keeps its `.grad` as it was. A
+// parameter that became ready again after its unit was published (reentrant checkpointing) got a fresh `.grad` from autograd
+// meanwhile; those are reduced in a second round, and added.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bucket/gradient_allocator.h"
+#include "bucket/layout.h"
+#include "bucket/round.h"
+
+namespace pydist {
+
+struct ReducerOptions {
+  std::string name = "DataParallel";  // for messages
+  LayoutOptions layout;
+  bool bucket_view = false;  // `.grad` are views of buckets
+  bool static_graph = false;
+  bool born_in_arena = true;  // arm the gradient allocator
+};
+
+// What the reducer did since it was made.
+struct ReducerCounters {
+  uint64_t num_rounds = 0;
+  uint64_t born_nbytes = 0;  // reduced where autograd wrote them
+  std::map<std::string, uint64_t> packed_nbytes;  // copied, by reason
+};
+
+class Reducer : public std::enable_shared_from_this<Reducer> {
+ public:
+  // How the given parameters are laid out in units; the same on all ranks if the parameters are.
+  static RoundOptions plan(const std::vector<at::Tensor>& parameters,
+                           const std::vector<std::string>& names, const ReducerOptions& options);
+
+  // `round` was made from plan() of the same arguments.
+  Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+          std::vector<Unit> units, std::unique_ptr<Round> round, ReducerOptions options);
+  ~Reducer();
+
+  // To be called after every forward with the outputs' tensors: a backward that starts from one of them is a round if
+  // `synchronize`, else it only accumulates. Raises PeerError where the group has failed.
+  void watch(const std::vector<at::Tensor>& outputs, bool synchronize);
+  // Removes every hook; the module may live on.
+  void detach_hooks();
+
+  const ReducerCounters& counters() const { return counters_; }
+  const Round& round() const { return *round_; }
+  const std::vector<Unit>& units() const { return units_; }
+  // In the last round no rank used some trainable parameter; or the set of used ones differs from the first round's. Cheap.
+  bool last_round_had_unused() const { return last_had_unused_; }
+  bool last_round_changed() const { return !(used_by_any_ == used_first_); }
+  // Parameters that no rank used in the last round.
+  std::vector<int> unused_in_last_round() const;
+  // Parameters whose use changed between the first round and the last.
+  std::vector<int> changed_since_first_round() const;
+
+  // Called by the hooks (reducer_hooks.cpp).
+  void on_output(bool synchronize);
+  void before_accumulation(int index);
+  void after_accumulation(int index, const std::vector<at::Tensor>& incoming);
+
+ private:
+  friend class RoundGuard;
+  using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
+
+  struct Parameter {
+    at::Tensor variable;
+    std::string name;
+    int unit = -1;
+    int64_t begin = 0;         // first element within the unit
+    size_t nbytes = 0;
+    bool dense = true;         // strides cover the storage without gaps or overlap
+    Accumulator accumulator;   // null until it requires grad
+    torch::autograd::FunctionPreHook* pre_hook = nullptr;
+    uintptr_t post_hook = 0;
+    // Of this round:
+    bool ready = false;
+    at::Tensor aside;          // `.grad` while its memory is published and autograd fills another
+  };
+  struct UnitState {
+    int missing = 0;              // trainable members that are not ready
+    bool published = false;
+    void* in_place = nullptr;     // the gradient's own memory, pinned
+    at::Tensor bucket;            // bucket_view: what `.grad` are views of
+  };
+
+  void hook_parameters();
+  // Of the round.
+  void arm();
+  bool task_accumulates() const;
+  void open_round();
+  void close_round();
+  void abandon_round(const std::string& reason) noexcept;
+  void publish_ready(int index, const std::vector<at::Tensor>& incoming);
+  void publish_packed(int unit, const char* reason);
+  // Publishes what this rank still owes: units with a wanted member; all units where `wanted` is null.
+  void publish_missing(const Bitmap* wanted);
+  void second_round(const Bitmap& again);
+  Bitmap trainable() const;
+  void check_trainable(const std::vector<RoundRecord>& records) const;
+  // Between gradients and units.
+  const char* why_not_in_place(const Parameter& parameter, const at::Tensor& gradient,
+                               const std::vector<at::Tensor>& incoming) const;
+  void pack_unit(int unit, bool only_again);
+  void pack_member(const Parameter& parameter, const at::Tensor& gradient, uint8_t* target) const;
+  void deliver(const Bitmap& used);
+  void deliver_in_place(Parameter& parameter, UnitState& state);
+  void deliver_packed(Parameter& parameter, UnitState& state);
+  void add_second(int unit, const Bitmap& again, const at::Tensor& first);
+  at::Tensor bucket_of(int unit);
+  at::Tensor view_of(const Parameter& parameter);
+  at::Tensor element_view(const Parameter& parameter) const;
+  uint8_t* member_memory(const Parameter& parameter) const;
+  void release_pins(bool quiet) noexcept;
+
+  std::vector<Parameter> parameters_;
+  std::vector<Unit> units_;
+  std::vector<UnitState> states_;
+  std::unique_ptr<Round> round_;
+  ReducerOptions options_;
+  ReducerCounters counters_;
+  ExpectedSizes expected_;
+  RoundRecord record_;
+  Bitmap used_by_any_;
+  Bitmap used_first_;
+  bool last_had_unused_ = false;
+  bool open_ = false;      // a round is going on
+  int armed_task_ = -1;    // graph task of a backward that only accumulates
+  bool expecting_ = false; // the last synchronising forward has not led to a round yet
+};
+
+}  // namespace pydist

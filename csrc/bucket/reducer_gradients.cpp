@@ -1,0 +1,188 @@
+// How gradients become units and units become gradients: the reducer's copies, and its proof that none is needed.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/util/strides.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstring>
+
+#include "base/check.h"
+#include "transport/arena.h"
+#include "bucket/pack.h"
+#include "bucket/reducer.h"
+
+namespace pydist {
+
+namespace {
+
+// Elements in the parameter's own storage order, which is the same on all ranks.
+bool same_layout(const at::Tensor& variable, const at::Tensor& gradient) {
+  return gradient.strides() == variable.strides() && gradient.sizes() == variable.sizes() &&
+         gradient.scalar_type() == variable.scalar_type() && !gradient.is_conj() &&
+         !gradient.is_neg();
+}
+
+}  // namespace
+
+// Reducing in place overwrites the gradient's memory, so this process must hold that memory alone: another tensor on the same
+// storage (a second parameter's gradient, an activation's gradient that still travels on, what a hook kept) would silently
+// change. Autograd steals by looking at tensors, not at storages, so we count the storage's users: `gradient` is one; the
+// incoming tensor it was detached from, which dies with this node, may be the second, and its base the third.
+const char* Reducer::why_not_in_place(const Parameter& parameter, const at::Tensor& gradient,
+                                      const std::vector<at::Tensor>& incoming) const {
+  if (!round_->reaches(gradient.data_ptr())) return "not in the arena";
+  if (gradient.requires_grad()) return "has a graph (create_graph)";
+  if (!parameter.dense || !same_layout(parameter.variable, gradient)) return "other strides";
+  const c10::Storage& storage = gradient.storage();
+  if (gradient.storage_offset() != 0 || storage.nbytes() != parameter.nbytes) {
+    return "shared storage";
+  }
+  if (gradient.use_count() != 1) return "held by user code";
+  size_t holders = 1;
+  for (const at::Tensor& tensor : incoming) {
+    if (!tensor.defined() || !tensor.has_storage() || !tensor.storage().is_alias_of(storage)) {
+      continue;
+    }
+    // Held by the engine's list only; a Python wrapper that nobody else has is allowed.
+    if (!torch::autograd::impl::is_tensor_stealable(tensor, 1)) return "held by user code";
+    ++holders;
+    if (tensor.is_view()) {
+      if (tensor._base().use_count() > 1) return "shared storage";  // the view's own handle
+      ++holders;
+    }
+  }
+  return storage.use_count() <= holders ? nullptr : "shared storage";
+}
+
+uint8_t* Reducer::member_memory(const Parameter& parameter) const {
+  const size_t element_nbytes = dtype_nbytes(units_[parameter.unit].dtype);
+  return static_cast<uint8_t*>(round_->unit_memory(parameter.unit)) +
+         parameter.begin * element_nbytes;
+}
+
+// The parameter's part of its unit as a tensor shaped like the parameter.
+at::Tensor Reducer::element_view(const Parameter& parameter) const {
+  const at::Tensor& variable = parameter.variable;
+  const auto options = variable.options().requires_grad(false);
+  if (!parameter.dense) return at::from_blob(member_memory(parameter), variable.sizes(), options);
+  return at::from_blob(member_memory(parameter), variable.sizes(), variable.strides(), options);
+}
+
+// The unit's memory as a tensor that keeps it alive, also when the reducer is gone.
+at::Tensor Reducer::bucket_of(int unit) {
+  UnitState& state = states_[unit];
+  if (!state.bucket.defined()) {
+    const at::Tensor& sample = parameters_[units_[unit].members.front().parameter].variable;
+    const int64_t elements = units_[unit].num_elements / (sample.is_complex() ? 2 : 1);
+    auto held = round_->hold_memory(unit);
+    state.bucket = at::from_blob(
+        round_->unit_memory(unit), {elements}, [held](void*) {},
+        sample.options().requires_grad(false));
+  }
+  return state.bucket;
+}
+
+// A tensor on the bucket's storage that autograd does not regard as a view, so that users may detach_() it.
+at::Tensor Reducer::view_of(const Parameter& parameter) {
+  const at::Tensor bucket = bucket_of(parameter.unit);
+  const at::Tensor& variable = parameter.variable;
+  const int64_t offset = parameter.begin / (variable.is_complex() ? 2 : 1);
+  at::Tensor view = at::empty({0}, bucket.options());
+  if (parameter.dense) {
+    view.set_(bucket.storage(), offset, variable.sizes(), variable.strides());
+  } else {
+    view.set_(bucket.storage(), offset, variable.sizes(),
+              c10::contiguous_strides(variable.sizes()));
+  }
+  return view;
+}
+
+// Writes every member's contribution: its current `.grad`, zeros where there is none; or, in the second round, what came again.
+void Reducer::pack_unit(int unit, bool only_again) {
+  const at::NoGradGuard no_grad;
+  std::vector<PackItem> items;
+  items.reserve(units_[unit].members.size());
+  for (const Member& member : units_[unit].members) {
+    const Parameter& parameter = parameters_[member.parameter];
+    const at::Tensor& gradient = parameter.variable.grad();
+    uint8_t* target = member_memory(parameter);
+    const bool gives = gradient.defined() && (!only_again || record_.again.test(member.parameter));
+    if (!gives) {
+      items.push_back({nullptr, target, parameter.nbytes});
+    } else if (!parameter.dense || !same_layout(parameter.variable, gradient)) {
+      element_view(parameter).copy_(gradient);
+    } else if (gradient.data_ptr() != target) {  // a bucket view is there already
+      items.push_back({gradient.data_ptr(), target, parameter.nbytes});
+    }
+  }
+  pack(items);
+}
+
+void Reducer::deliver(const Bitmap& used) {
+  const at::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i];
+    if (parameter.unit < 0 || !used.test(static_cast<int>(i))) continue;
+    UnitState& state = states_[parameter.unit];
+    if (state.in_place != nullptr) {
+      deliver_in_place(parameter, state);
+    } else {
+      deliver_packed(parameter, state);
+    }
+  }
+}
+
+// The mean is where the gradient was; only who looked away must be told.
+void Reducer::deliver_in_place(Parameter& parameter, UnitState& state) {
+  const void* reduced = state.in_place;
+  Arena::instance().unpin(state.in_place);
+  state.in_place = nullptr;
+  const at::Tensor& gradient =
+      parameter.aside.defined() ? parameter.aside : parameter.variable.grad();
+  PYDIST_CHECK(gradient.defined() && gradient.has_storage() && gradient.data_ptr() == reduced,
+               UsageError, "the gradient of parameter ", parameter.name,
+               " was replaced, moved or resized during backward, while ranks were averaging it; "
+               "do that after backward()");
+  gradient.unsafeGetTensorImpl()->bump_version();
+}
+
+void Reducer::deliver_packed(Parameter& parameter, UnitState& state) {
+  at::Tensor& gradient =
+      parameter.aside.defined() ? parameter.aside : parameter.variable.mutable_grad();
+  if (options_.bucket_view) {
+    const bool is_view = gradient.defined() && gradient.data_ptr() == member_memory(parameter);
+    if (!is_view) gradient = view_of(parameter);
+    gradient.unsafeGetTensorImpl()->bump_version();
+    (void)state;
+    return;
+  }
+  if (!gradient.defined()) {
+    const at::Tensor& variable = parameter.variable;
+    gradient = parameter.dense
+                   ? at::empty_strided(variable.sizes(), variable.strides(), variable.options())
+                   : at::empty(variable.sizes(), variable.options());
+  }
+  if (parameter.dense && same_layout(parameter.variable, gradient) && !gradient.requires_grad()) {
+    std::memcpy(gradient.data_ptr(), member_memory(parameter), parameter.nbytes);
+    gradient.unsafeGetTensorImpl()->bump_version();
+  } else {
+    gradient.detach().copy_(element_view(parameter));
+  }
+}
+
+// The unit's memory holds the mean of what came again; `first` the bucket of the first round where `.grad` are views of it.
+void Reducer::add_second(int unit, const Bitmap& again, const at::Tensor& first) {
+  if (first.defined()) bucket_of(unit).add_(first);
+  for (const Member& member : units_[unit].members) {
+    if (!again.test(member.parameter)) continue;
+    Parameter& parameter = parameters_[member.parameter];
+    at::Tensor& gradient = parameter.variable.mutable_grad();
+    if (parameter.aside.defined()) gradient = std::move(parameter.aside);
+    parameter.aside = at::Tensor();
+    if (!first.defined()) gradient.detach().add_(element_view(parameter));
+  }
+}
+
+}  // namespace pydist

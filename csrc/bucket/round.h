@@ -1,0 +1,98 @@
+// One backward's worth of reductions: the interface that the reducer drives, one implementation per transport.
+//
+// In every round each rank publishes units as they become ready, in any order; end() agrees on what happened in the round; then
+// every rank publishes the units that it still owes, and finish() waits until all are reduced, in place, to the mean.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bucket/layout.h"
+
+namespace pydist {
+
+// A set of small integers, such as parameters; the words are what ranks exchange.
+class Bitmap {
+ public:
+  explicit Bitmap(int size = 0) : words_((size + 63) / 64, 0) {}
+  void set(int i) { words_[i / 64] |= uint64_t{1} << (i % 64); }
+  bool test(int i) const { return words_[i / 64] >> (i % 64) & 1; }
+  void clear() { words_.assign(words_.size(), 0); }
+  bool any() const {
+    for (const uint64_t word : words_) {
+      if (word != 0) return true;
+    }
+    return false;
+  }
+  void merge(const Bitmap& other) {
+    for (size_t w = 0; w < words_.size(); ++w) words_[w] |= other.words_[w];
+  }
+  bool operator==(const Bitmap& other) const { return words_ == other.words_; }
+  std::vector<uint64_t>& words() { return words_; }
+  const std::vector<uint64_t>& words() const { return words_; }
+
+ private:
+  std::vector<uint64_t> words_;
+};
+
+// What one rank says of its round, a bit per parameter.
+struct RoundRecord {
+  explicit RoundRecord(int num_parameters = 0)
+      : used(num_parameters), again(num_parameters), trainable(num_parameters) {}
+  Bitmap used;       // got a gradient since the last round
+  Bitmap again;      // got another one after its unit was published
+  Bitmap trainable;  // requires_grad, as this rank sees it
+};
+
+struct RoundOptions {
+  std::vector<Unit> units;
+  std::vector<std::string> unit_names;  // for messages
+  int num_parameters = 0;
+  double timeout_s = 1800;
+};
+
+class Round {
+ public:
+  virtual ~Round() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // "rank 1 (pid 1234)".
+  virtual std::string describe(int rank) const = 0;
+
+  // Where the unit's elements may be written before publish(): this rank's own memory, 64-byte aligned, made at first use.
+  virtual void* unit_memory(int unit) = 0;
+  // Keeps the unit's memory in place even when the round is gone.
+  virtual std::shared_ptr<void> hold_memory(int unit) = 0;
+  // True if peers can reduce a unit where it lies, at `data`.
+  virtual bool reaches(const void* data) const = 0;
+  // True if every unit must have been published before end(), by every rank.
+  virtual bool publishes_all() const = 0;
+
+  virtual void begin() = 0;
+  // Hands the unit over: nobody but the round may touch `data` until finish() has returned or drain() has.
+  virtual void publish(int unit, void* data) = 0;
+  // Does what can be done without waiting.
+  virtual void progress() = 0;
+  // Gives this rank's record and returns every rank's. Waits; raises PeerError and TimeoutError.
+  virtual const std::vector<RoundRecord>& end(const RoundRecord& mine) = 0;
+  // Waits until every published unit holds the mean.
+  virtual void finish() = 0;
+
+  // Raises PeerError if a peer has failed or died.
+  virtual void check() = 0;
+  // Tells all ranks that this one gives up, for good. Never throws.
+  virtual void fail(const std::string& reason) noexcept = 0;
+  // After a failure: waits until no peer touches this rank's memory any more; false if that cannot be known.
+  virtual bool drain() noexcept = 0;
+
+  double wait_s() const { return wait_s_; }
+  uint64_t moved_nbytes() const { return moved_nbytes_; }
+
+ protected:
+  double wait_s_ = 0;          // spent in end() and finish() since the start
+  uint64_t moved_nbytes_ = 0;  // of units reduced since the start
+};
+
+}  // namespace pydist

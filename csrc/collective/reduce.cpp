@@ -1,0 +1,66 @@
+#include "collective/reduce.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#include "base/check.h"
+#include "collective/reduce_variants.h"
+
+namespace pydist {
+
+namespace {
+
+// Rounds to nearest and keeps subnormals while it lives, whatever the caller has set: torch.set_flush_denormal on one
+// rank would otherwise change the bits of a sum depending on which rank computed it.
+class DefaultFloatControl {
+ public:
+#if defined(__x86_64__)
+  DefaultFloatControl() : saved_(_mm_getcsr()) { _mm_setcsr(kDefault); }
+  ~DefaultFloatControl() { _mm_setcsr(saved_); }
+
+ private:
+  static constexpr unsigned kDefault = 0x1f80;  // all exceptions masked, round to nearest
+  unsigned saved_;
+#elif defined(__aarch64__)
+  DefaultFloatControl() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
+  }
+  ~DefaultFloatControl() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#endif
+};
+
+}  // namespace
+
+const char* reduce_op_name(ReduceOp op) {
+  constexpr const char* kNames[kNumReduceOps] = {"sum", "mean", "min", "max", "product"};
+  return kNames[static_cast<int>(op)];
+}
+
+const char* why_not_reducible(DType dtype, ReduceOp op) {
+  if (op == ReduceOp::kMean && is_integral(dtype)) return "the mean of integers or bool";
+  if ((op == ReduceOp::kMin || op == ReduceOp::kMax) && is_complex(dtype)) {
+    return "min or max of complex numbers";
+  }
+  return nullptr;
+}
+
+void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, Isa isa) {
+  const char* reason = why_not_reducible(dtype, op);
+  PYDIST_CHECK(reason == nullptr, UsageError, reason, " is not defined (", reduce_op_name(op),
+               " of ", dtype_name(dtype), ")");
+  if (args.num_elements == 0 || args.num_outputs == 0) return;
+  const DefaultFloatControl float_control;
+#if defined(__x86_64__)
+  if (isa == Isa::kAvx512) return reduce_avx512(dtype, op, args);
+  if (isa == Isa::kAvx2) return reduce_avx2(dtype, op, args);
+#endif
+  (void)isa;
+  reduce_baseline(dtype, op, args);
+}
+
+}  // namespace pydist

@@ -1,0 +1,37 @@
+// The element-wise reduction of several buffers: the arithmetic of all collectives.
+#pragma once
+
+#include <cstdint>
+
+#include "base/cpu.h"
+#include "collective/dtype.h"
+
+namespace pydist {
+
+enum class ReduceOp : uint8_t { kSum, kMean, kMin, kMax, kProduct };
+constexpr int kNumReduceOps = 5;
+
+// "sum", "mean", ...
+const char* reduce_op_name(ReduceOp op);
+
+// An output may be one of the inputs, at the same address; any other overlap is forbidden.
+struct ReduceArgs {
+  const void* const* inputs;
+  int num_inputs;
+  void* const* outputs;
+  int num_outputs;
+  int64_t num_elements;
+};
+
+// Null where the kernels can do it, else the reason: "mean of int64".
+const char* why_not_reducible(DType dtype, ReduceOp op);
+
+// outputs[k][i] = inputs[0][i] op inputs[1][i] op ..., in this order, for every k. An element's bits depend on its inputs
+// alone: not on how the tensor is cut, on `isa`, on the caller's rounding mode or on whether it flushes subnormals.
+//
+// float16 and bfloat16 are accumulated in float32 and rounded once; everything else in its own type. kMean multiplies
+// the sum by 1/num_inputs before it is rounded. kMin and kMax propagate NaN. Of bool, sum and max are "or", product and
+// min are "and". Integers wrap. Raises UsageError where why_not_reducible() gives a reason.
+void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, Isa isa);
+
+}  // namespace pydist

@@ -1,0 +1,15 @@
+// Lets the engine meet its peers through torch.distributed's Store.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+
+#include "transport/store.h"
+
+namespace pydist {
+
+// Keys are used as they are: pass a PrefixStore of a fresh prefix.
+std::unique_ptr<Store> wrap_c10d_store(c10::intrusive_ptr<c10d::Store> store);
+
+}  // namespace pydist

@@ -1,0 +1,120 @@
+"""Owns what the demo says at its end: the check of the runs, the table and the loss curves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from gpt_training import EngineResult, Plan
+from matplotlib.figure import Figure
+
+# The final train loss is the mean of so many steps: one batch alone says little.
+_FINAL_NUM_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far two runs may be apart, relative to the reference: tightly early, then by drift."""
+
+    early_num_steps: int
+    early: float
+    late: float
+
+    def at(self, step: int) -> float:
+        """The bound in this step."""
+        return self.early if step < self.early_num_steps else self.late
+
+
+LOSS_TOLERANCE = Tolerance(early_num_steps=20, early=1e-3, late=2e-2)
+GRADIENT_NORM_TOLERANCE = Tolerance(early_num_steps=20, early=1e-2, late=2e-1)
+
+
+def disagreements(results: list[EngineResult]) -> list[str]:
+    """One sentence for each way in which the runs differ beyond rounding; the first is the
+    reference."""
+    reference, *others = results
+    sentences = [
+        f"the ranks of '{result.name}' ended with different weights"
+        for result in results
+        if not result.ranks_agree
+    ]
+    for other in others:
+        pairs = (
+            ("loss", reference.losses, other.losses, LOSS_TOLERANCE),
+            (
+                "gradient norm",
+                reference.gradient_norms,
+                other.gradient_norms,
+                GRADIENT_NORM_TOLERANCE,
+            ),
+        )
+        for what, expected, found, tolerance in pairs:
+            step = first_step_apart(expected, found, tolerance)
+            if step is not None:
+                sentences.append(
+                    f"in step {step} the {what} of '{other.name}' is {found[step]:.6g}, but that "
+                    f"of '{reference.name}' is {expected[step]:.6g}: more than rounding explains "
+                    f"(allowed: a relative {tolerance.at(step):g})"
+                )
+    return sentences
+
+
+def first_step_apart(
+    expected: npt.NDArray[np.float64], found: npt.NDArray[np.float64], tolerance: Tolerance
+) -> int | None:
+    """The first step in which the curves are further apart than allowed; NaN always is."""
+    for step, (a, b) in enumerate(zip(expected, found, strict=True)):
+        if not abs(b - a) <= tolerance.at(step) * abs(a):
+            return step
+    return None
+
+
+def render_table(results: list[EngineResult], plan: Plan) -> str:
+    """The table of the runs; ratios are to the run of torch DDP, the second."""
+    header = ["", "train loss", "held-out loss", "samples/s", "step", "communication", "to DDP"]
+    rows = [header]
+    for result in results:
+        communication = "-"
+        if result.communication_s is not None:
+            share = result.communication_s / result.step_s
+            communication = f"{1e3 * result.communication_s:.1f} ms ({share:.1%})"
+        rows.append(
+            [
+                result.name,
+                f"{result.losses[-_FINAL_NUM_STEPS:].mean():.4f}",
+                f"{result.held_out_loss:.4f}",
+                f"{plan.global_batch / result.step_s:.0f}",
+                f"{1e3 * result.step_s:.1f} ms",
+                communication,
+                f"{results[1].step_s / result.step_s:.2f}x",
+            ]
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines)
+
+
+def draw_losses(results: list[EngineResult], path: Path) -> None:
+    """The loss curves over each other, and below how far each is from the first."""
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    curves, distances = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    reference = results[0]
+    for width, result in zip((6.0, 3.0, 1.0), results, strict=False):
+        curves.plot(result.losses, linewidth=width, label=result.name, alpha=0.8)
+    for result in results[1:]:
+        distance = np.abs(result.losses - reference.losses) / reference.losses
+        distances.plot(np.maximum(distance, 1e-9), label=f"{result.name} to {reference.name}")
+    curves.set_title("GPT on the source of Python's standard library")
+    curves.set_ylabel("train loss (nats per character)")
+    curves.legend()
+    distances.set_yscale("log")
+    distances.set_ylabel("relative distance")
+    distances.set_xlabel("step")
+    distances.legend()
+    figure.savefig(path, dpi=120)

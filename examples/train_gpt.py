@@ -1,0 +1,193 @@
+"""Owns the command of the demo: trains a GPT on real text by three engines and compares them.
+
+    python examples/train_gpt.py [--ranks N] [--steps N] [--model small|tiny]
+
+A character-level GPT learns the source of Python's standard library three times, from the same
+seed and on the same batches: in one process, on N processes with torch's DistributedDataParallel
+over Gloo, and on N processes with pydist.DataParallel. The exit status is 1 if a rank failed, or
+if the three did not train the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gpt_model import MODEL_SIZES
+from gpt_training import (
+    Plan,
+    TrainingResult,
+    Wrapper,
+    train_on_rank,
+    wrap_with_ddp,
+    wrap_with_pydist,
+)
+from report import disagreements, draw_losses, render_table
+from stdlib_text import LICENSE_NOTE, NoTextError, StdlibText, read_stdlib
+
+_DEFAULT_NUM_STEPS = {"small": 600, "tiny": 200}
+_DEFAULT_BATCH = 16
+_INTERRUPTED = 130
+
+
+class RankFailedError(RuntimeError):
+    """A rank raised or died; the message holds its traceback."""
+
+
+def main(arguments: Sequence[str] | None = None, pydist_wrapper: Wrapper | None = None) -> int:
+    """Runs the demo and returns its exit status; tests pass a wrapper in pydist's place."""
+    started = time.monotonic()
+    options = parse_options(arguments)
+    if pydist_wrapper is None and importlib.util.find_spec("pydist") is None:
+        return fail("expected pydist to be installed, found none; run `make demo` or `pip install .`")
+    try:
+        text = read_stdlib()
+    except NoTextError as error:
+        return fail(str(error))
+    plan = plan_training(options, pydist_wrapper or wrap_with_pydist)
+    print_plan(plan, text)
+    try:
+        result = train_on_all_ranks(plan, text)
+    except RankFailedError as error:
+        return fail(str(error))
+    except KeyboardInterrupt:
+        fail("interrupted")
+        return _INTERRUPTED
+    print(f"\nWritten by the model that '{result.engines[-1].name}' trained:\n")
+    print("\n".join("    | " + line for line in result.sample.splitlines()))
+    print("\n" + render_table(result.engines, plan))
+    print_footnotes(plan)
+    draw_losses(result.engines, options.output)
+    print(f"Loss curves: {options.output}. Took {time.monotonic() - started:.0f} s.")
+    problems = disagreements(result.engines)
+    for problem in problems:
+        fail(problem)
+    if not problems:
+        print("The runs trained the same model: losses and gradients differ by rounding alone.")
+    return 1 if problems else 0
+
+
+def fail(message: str) -> int:
+    """Says what went wrong; the exit status for it."""
+    print(f"train_gpt: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, checked before minutes are spent on it."""
+    parser = argparse.ArgumentParser(
+        prog="train_gpt", description="Trains a small GPT by three engines and compares them."
+    )
+    parser.add_argument("--ranks", type=positive, default=2, help="processes (default: 2)")
+    parser.add_argument("--steps", type=positive, help="steps of training (default: by model)")
+    parser.add_argument("--model", choices=sorted(MODEL_SIZES), default="small")
+    parser.add_argument(
+        "--batch",
+        type=positive,
+        help=f"sequences in a step, over all ranks (default: {_DEFAULT_BATCH}, rounded up)",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo_loss.png"), help="picture of the loss curves"
+    )
+    options = parser.parse_args(arguments)
+    if options.steps is None:
+        options.steps = _DEFAULT_NUM_STEPS[options.model]
+    if options.batch is None:
+        options.batch = -(-_DEFAULT_BATCH // options.ranks) * options.ranks
+    if options.batch % options.ranks != 0:
+        parser.error(
+            f"expected --batch to be a multiple of --ranks {options.ranks}, found {options.batch}"
+        )
+    if not options.output.absolute().parent.is_dir():
+        parser.error(f"expected the folder of --output {options.output} to exist")
+    return options
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, found {number}")
+    return number
+
+
+def plan_training(options: argparse.Namespace, pydist_wrapper: Wrapper) -> Plan:
+    """The three runs, each process with the same number of threads."""
+    return Plan(
+        model=options.model,
+        num_ranks=options.ranks,
+        num_steps=options.steps,
+        global_batch=options.batch,
+        num_threads=max(1, len(os.sched_getaffinity(0)) // options.ranks),
+        engines={
+            "single process": None,
+            "torch DDP": wrap_with_ddp,
+            "pydist": pydist_wrapper,
+        },
+    )
+
+
+def print_plan(plan: Plan, text: StdlibText) -> None:
+    """What is going to happen."""
+    megabytes = (len(text.train) + len(text.held_out)) / 1e6
+    print(
+        f"Text: source of Python's standard library, {megabytes:.1f} MB in {text.num_files} files "
+        f"of {text.folder}\n"
+        f"      ({LICENSE_NOTE}),\n"
+        f"      {len(text.held_out) / 1e6:.1f} MB of it held out.\n"
+        f"Model: {plan.model} GPT, {plan.num_steps} steps of {plan.global_batch} sequences of "
+        f"{MODEL_SIZES[plan.model].context} characters.\n"
+        f"Runs: {', '.join(plan.engines)}; {plan.num_ranks} ranks, {plan.num_threads} thread(s) "
+        "in each process.",
+        flush=True,
+    )
+
+
+def print_footnotes(plan: Plan) -> None:
+    """How to read the table."""
+    print(
+        f"\nsingle process: the whole batch in one process with {plan.num_threads} thread(s); the "
+        f"others: {plan.num_ranks} ranks of {plan.num_threads} thread(s) each.\n"
+        "step: median, its slowest rank. communication: what a step takes longer than the same "
+        "step under no_sync().\nThe runs took turns in the same processes, so that they met the "
+        "same noise."
+    )
+
+
+def train_on_all_ranks(plan: Plan, text: StdlibText) -> TrainingResult:
+    """Starts the ranks, waits for them, and ends them all if one fails or the user interrupts."""
+    # The port is chosen by the system and the store outlives the ranks.
+    store = dist.TCPStore("127.0.0.1", 0, plan.num_ranks, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        result_path = Path(folder) / "result.pickle"
+        ranks = mp.start_processes(
+            train_on_rank,
+            args=(plan, text, store.port, result_path),
+            nprocs=plan.num_ranks,
+            join=False,
+            start_method="spawn",
+        )
+        try:
+            while not ranks.join():
+                pass
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise RankFailedError(f"rank {error.error_index} failed: {error}") from error
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+        result: TrainingResult = pickle.loads(result_path.read_bytes())
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Owns the comparison of models across ranks before training."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pydist.errors import MismatchError
+
+if TYPE_CHECKING:
+    from pydist.collectives import Engine
+    from pydist.data_parallel import DataParallel
+
+# One tensor of a model: what must agree, by the word that messages use for it.
+Description = dict[str, Any]
+
+
+def describe_model(model: "DataParallel") -> list[Description]:
+    """Everything about the model's tensors that ranks must agree on, in the model's order."""
+    from pydist.data_parallel import named_state
+
+    return [
+        {
+            "kind": kind,
+            "name": name,
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype),
+            "stride": list(tensor.stride()),
+            "requires_grad": tensor.requires_grad,
+        }
+        for kind, name, tensor in named_state(model)
+    ]
+
+
+def verify_models(engine: "Engine", model_name: str, mine: list[Description]) -> None:
+    """Raises MismatchError on every rank, with the same words, unless all models agree.
+
+    Collective. The message names the first tensor that differs on each rank that differs from the
+    group's rank 0.
+    """
+    described = [json.loads(text) for text in engine.exchange_bytes(json.dumps(mine).encode())]
+    differences = [
+        f"rank {rank}: {difference}"
+        for rank, theirs in enumerate(described)
+        if (difference := _first_difference(described[0], theirs)) is not None
+    ]
+    if differences:
+        raise MismatchError(
+            f"the module of {model_name} differs between ranks, compared with rank 0. "
+            + "; ".join(differences)
+            + ". Build the same module, in the same order, on every rank."
+        )
+
+
+def _first_difference(expected: list[Description], found: list[Description]) -> str | None:
+    for one, other in zip(expected, found, strict=False):
+        for field, value in one.items():
+            if other[field] != value:
+                return _word(one, other, field)
+    if len(expected) == len(found):
+        return None
+    longer = max(expected, found, key=len)
+    extra = longer[min(len(expected), len(found))]
+    verb = "lacks" if longer is expected else "has in addition"
+    return (
+        f"{verb} {extra['kind']} {extra['name']} ({len(found)} tensors, {len(expected)} on rank 0)"
+    )
+
+
+def _word(expected: Description, found: Description, field: str) -> str:
+    if field in ("kind", "name"):
+        return (
+            f"has {found['kind']} {found['name']} where rank 0 has "
+            f"{expected['kind']} {expected['name']}"
+        )
+    return (
+        f"{found['kind']} {found['name']} has {field} {found[field]}, on rank 0 {expected[field]}"
+    )

@@ -1,0 +1,313 @@
+"""Owns DataParallel: the drop-in for torch's DistributedDataParallel on pydist's engine."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from pydist import _C
+from pydist._outputs import tensors_of
+from pydist._verification import describe_model, verify_models
+from pydist.collectives import group_engine
+from pydist.errors import UsageError
+from pydist.report import Report
+
+_MIB = 1024 * 1024
+# As torch: 25 MiB, and a first bucket of 1 MiB, so that communication starts early.
+_DEFAULT_BUCKET_NBYTES = 25 * _MIB
+_DEFAULT_FIRST_BUCKET_NBYTES = 1 * _MIB
+
+# Arguments of torch's DDP that are refused for now, with the values that mean "not used".
+_NOT_YET: dict[str, Any] = {
+    "delay_all_reduce_named_params": None,
+    "param_to_hook_all_reduce": None,
+    "mixed_precision": None,
+    "device_mesh": None,
+    "skip_all_reduce_unused_params": False,
+    "bucket_cap_mb_list": None,
+    "batched_grad_copy": False,
+}
+
+
+class DataParallel(DistributedDataParallel):
+    """Trains one replica of ``module`` per rank: every backward leaves the mean gradient on all.
+
+    Takes the arguments of :class:`torch.nn.parallel.DistributedDataParallel`, and is an instance
+    of it. Parameters and buffers start as the group's first rank has them. A rank's contribution
+    to the mean is its ``.grad`` at the end of backward, zeros where there is none; a parameter
+    that no rank used keeps its ``.grad``. All ranks get the same bits, whatever the bucket size.
+
+    Args:
+        module: the module, on the CPU, with the same parameters on every rank.
+        device_ids, output_device: None; the module is on the CPU.
+        dim: kept for compatibility; the dimension that torch scatters inputs along.
+        broadcast_buffers, forward_sync_buffers: buffers follow the first rank's before each
+            forward that comes after a synchronised one. Default: True.
+        init_sync: verify the model across ranks, and send the first rank's state, at the start.
+        process_group: the ranks; default: all.
+        bucket_cap_mb: small gradients travel together in buckets of about this many MiB;
+            default 25, and 1 for the first.
+        find_unused_parameters: parameters that a step does not use are always handled; True says
+            that they are expected, else the first such step warns with their names.
+        check_reduction: deprecated, as in torch.
+        gradient_as_bucket_view: ``.grad`` are views of the buckets that are reduced.
+        static_graph: promises that every step uses the same parameters; warns when one does not.
+
+    Raises:
+        MismatchError: models differ between ranks; on every rank, naming rank and parameter.
+        UsageError: the module cannot be trained this way.
+        NotImplementedError: an argument of torch's DDP that is not there yet.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: list[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
+        given = locals()
+        for name, unused in _NOT_YET.items():
+            if given[name] is not unused and given[name] != unused:
+                raise NotImplementedError(
+                    f"pydist.DataParallel does not support {name} yet; leave it at {unused}"
+                )
+        if device_ids is not None or output_device is not None:
+            raise NotImplementedError(
+                "pydist.DataParallel trains modules on the CPU for now; "
+                "leave device_ids and output_device at None"
+            )
+        if check_reduction:
+            warnings.warn(
+                "check_reduction is deprecated and does nothing; leave it away",
+                FutureWarning,
+                stacklevel=2,
+            )
+        self.module = module
+        self.dim = dim
+        self.device_ids = device_ids
+        self.output_device = output_device
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.forward_sync_buffers = _resolve_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.parameters_to_ignore: set[str] = set(
+            getattr(module, "_ddp_params_and_buffers_to_ignore", [])
+        )
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.process_group = process_group if process_group is not None else _default_group()
+        self._bucket_cap_mb = bucket_cap_mb
+        self._warned_unused = False
+        self._build(init_sync)
+
+    # -- construction ---------------------------------------------------------------------------
+
+    def _build(self, init_sync: bool) -> None:
+        self._names, self._parameters_of_module = self._trainable_candidates()
+        self._engine = group_engine(self.process_group)
+        if init_sync:
+            verify_models(self._engine, self._model_name, describe_model(self))
+            self._send_state()
+        self._reducer = _C.Reducer(
+            parameters=self._parameters_of_module,
+            names=self._names,
+            store=self._engine.store_prefix("reducer"),
+            group=None if self._engine.transport == "shared_memory" else self.process_group,
+            rank=self._engine.rank,
+            size=self._engine.size,
+            timeout_s=self._engine.timeout_s,
+            global_ranks=dist.get_process_group_ranks(self.process_group),
+            settings=self._reducer_settings(),
+        )
+
+    @property
+    def _model_name(self) -> str:
+        return f"DataParallel({type(self.module).__name__})"
+
+    def _reducer_settings(self) -> dict[str, Any]:
+        cap = self._bucket_cap_mb
+        cap_nbytes = _DEFAULT_BUCKET_NBYTES if cap is None else max(1, int(cap * _MIB))
+        return {
+            "name": self._model_name,
+            "bucket_cap_nbytes": cap_nbytes,
+            "first_cap_nbytes": _DEFAULT_FIRST_BUCKET_NBYTES if cap is None else cap_nbytes,
+            "bucket_view": self.gradient_as_bucket_view,
+        }
+
+    def _trainable_candidates(self) -> tuple[list[str], list[torch.Tensor]]:
+        """Every parameter that could have a gradient: frozen ones too, for they may thaw."""
+        names: list[str] = []
+        parameters: list[torch.Tensor] = []
+        for name, parameter in self.module.named_parameters():
+            if name in self.parameters_to_ignore:
+                continue
+            _check_parameter(name, parameter)
+            if parameter.is_floating_point() or parameter.is_complex():
+                names.append(name)
+                parameters.append(parameter)
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise UsageError(
+                "DataParallel is not needed when a module doesn't have any parameters "
+                "that require a gradient."
+            )
+        return names, parameters
+
+    def _synced_buffers(self) -> list[torch.Tensor]:
+        return [
+            buffer
+            for name, buffer in self.module.named_buffers()
+            if name not in self.parameters_to_ignore
+        ]
+
+    def _send_state(self) -> None:
+        """Gives every rank the first rank's parameters and buffers."""
+        parameters = [
+            parameter.detach()
+            for name, parameter in self.module.named_parameters()
+            if name not in self.parameters_to_ignore
+        ]
+        self._engine.broadcast_tensors(parameters + self._synced_buffers())
+
+    # -- training -------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module; a backward from its outputs averages gradients, except in no_sync()."""
+        self._warn_of_last_round()
+        if self.require_forward_param_sync and self.forward_sync_buffers:
+            buffers = self._synced_buffers()
+            if buffers:
+                self._engine.broadcast_tensors(buffers)
+        output = self.module(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            synchronize = self.require_backward_grad_sync
+            self._reducer.watch(list(tensors_of(output)), synchronize)
+            self.require_forward_param_sync = synchronize
+        else:
+            self.require_forward_param_sync = False
+        return output
+
+    def _warn_of_last_round(self) -> None:
+        if self._warned_unused:
+            return
+        if self.static_graph:
+            if self._reducer.last_round_changed:
+                self._warned_unused = True
+                names = self._named(self._reducer.changed_since_first_round())
+                warnings.warn(
+                    f"{self._model_name} was made with static_graph=True, but these parameters "
+                    f"were used in some steps only: {names}; gradients are right nevertheless",
+                    UserWarning,
+                    stacklevel=3,
+                )
+        elif not self.find_unused_parameters and self._reducer.last_round_had_unused:
+            self._warned_unused = True
+            names = self._named(self._reducer.unused_in_last_round())
+            warnings.warn(
+                f"no rank used these parameters of {self._model_name} in the last step: {names}; "
+                "gradients are right nevertheless. If this is meant, say so with "
+                "find_unused_parameters=True",
+                UserWarning,
+                stacklevel=3,
+            )
+
+    def _named(self, indices: list[int]) -> str:
+        return ", ".join(self._names[index] for index in indices)
+
+    def report(self) -> Report:
+        """What the reducer has done so far: buckets, bytes born in place or packed, waiting."""
+        return Report.of(self._model_name, self._engine.transport, self._reducer)
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group != _default_group():
+            raise RuntimeError("DataParallel can be copied or pickled with the default group only")
+        state = dict(self.__dict__)
+        for live in ("process_group", "_engine", "_reducer", "_parameters_of_module"):
+            del state[live]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.nn.Module.__setstate__(self, state)
+        self.process_group = _default_group()
+        self._build(init_sync=False)
+
+    def __del__(self) -> None:
+        reducer = self.__dict__.get("_reducer")
+        if reducer is not None:
+            reducer.detach_hooks()
+
+
+def _default_group() -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "Default process group has not been initialized, please make sure to call "
+            "init_process_group before wrapping a module in pydist.DataParallel."
+        )
+    group = dist.distributed_c10d._get_default_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _resolve_buffer_sync(broadcast: bool | None, forward_sync: bool | None) -> bool:
+    if broadcast is not None and forward_sync is not None and broadcast != forward_sync:
+        raise UsageError(
+            f"broadcast_buffers={broadcast} contradicts forward_sync_buffers={forward_sync}; "
+            "give the latter only"
+        )
+    for value in (forward_sync, broadcast):
+        if value is not None:
+            return value
+    return True
+
+
+def _check_parameter(name: str, parameter: torch.Tensor) -> None:
+    if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+        raise RuntimeError(
+            f"parameter {name} is uninitialized, and modules with uninitialized parameters can't "
+            "be wrapped; run a dummy forward pass first to initialize the module"
+        )
+    if parameter.device.type == "meta":
+        raise UsageError(
+            f"parameter {name} is on the meta device and has no data; "
+            "materialize the module (module.to_empty(device='cpu')) before wrapping it"
+        )
+    if parameter.device.type != "cpu":
+        raise NotImplementedError(
+            f"parameter {name} is on {parameter.device}; DataParallel trains on the CPU for now"
+        )
+    if parameter.layout != torch.strided:
+        raise UsageError(f"parameter {name} is sparse; parameters must be dense")
+
+
+def named_state(model: DataParallel) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Kind ("parameter" or "buffer"), name and tensor of all that ranks must agree on."""
+    for name, parameter in model.module.named_parameters():
+        if name not in model.parameters_to_ignore:
+            yield "parameter", name, parameter
+    for name, buffer in model.module.named_buffers():
+        if name not in model.parameters_to_ignore:
+            yield "buffer", name, buffer

@@ -1,0 +1,243 @@
+"""Owns the tests of gradients that share memory, where reducing in place would corrupt another.
+
+Autograd hands one block of memory to several owners: two parameters, or a parameter and a
+gradient still on its way to other layers. Each test builds such a pair, large and small.
+"""
+
+from typing import Any, Callable
+
+import pytest
+import torch
+from conftest import Transport
+from models import WIDTHS, wavy_loss
+from pydist import DataParallel
+from reference import OneProcess, assert_reduced, draw
+from torch import Tensor, nn
+
+
+class ViewsOfOneGradient(nn.Module):
+    """x.view() + y.view(): both gradients are views of the sum's gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.randn(width * width))
+        self.y = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        width = self.y.shape[0]
+        return inputs @ (self.x.view(width, width) + self.y.view(width, width))
+
+
+class PendingGradient(nn.Module):
+    """layer(h) + position.view(): the position's gradient is still needed by the layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.layer = nn.Linear(width, width)
+        self.position = nn.Parameter(torch.randn(width * width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        width = self.layer.in_features
+        inputs = inputs.repeat(width // inputs.shape[0], 1)
+        return self.layer(torch.tanh(self.first(inputs))) + self.position.view(width, width)
+
+
+class PendingBehindView(nn.Module):
+    """The same through several views, and with two parameters waiting for one gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.a = nn.Parameter(torch.randn(width, width))
+        self.b = nn.Parameter(torch.randn(1, width * width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        width = self.layer.in_features
+        hidden = self.layer(inputs.repeat(width // inputs.shape[0], 1))
+        return (hidden.view(1, -1) + self.b).view(width, width) + self.a
+
+
+class Concatenated(nn.Module):
+    """torch.cat of parameters of unequal rows: gradients are parts of one block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.randn(width, n * width) for n in (1, 2, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ torch.cat(list(self.parts), dim=1)
+
+
+class Unbound(nn.Module):
+    """One parameter taken apart, another used whole by two layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.pair = nn.Parameter(torch.randn(2, width, width))
+        self.shared = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        first, second = self.pair.unbind()
+        return torch.tanh(inputs @ (first + self.shared)) @ (second - self.shared)
+
+
+SHARING: dict[str, Callable[[int], nn.Module]] = {
+    "views": ViewsOfOneGradient,
+    "pending": PendingGradient,
+    "pending_behind_view": PendingBehindView,
+    "cat": Concatenated,
+    "unbind": Unbound,
+}
+
+
+def run_sharing(rank: int, world_size: int, name: str, size: str) -> None:
+    torch.manual_seed(1)
+    module = SHARING[name](WIDTHS[size])
+    # Autograd itself adds twice into two .grad of one memory, so no step here accumulates.
+    check_steps(rank, world_size, module, WIDTHS[size], num_accumulating=0)
+
+
+def check_steps(
+    rank: int,
+    world_size: int,
+    module: nn.Module,
+    width: int,
+    prepare: Callable[[nn.Module], Any] = lambda module: None,
+    num_accumulating: int = 1,
+) -> None:
+    """Three fresh backwards and some that accumulate; prepare registers hooks on each replica."""
+    expected = OneProcess(module, world_size)
+    for replica in expected.replicas:
+        prepare(replica)
+    prepare(module)
+    model = DataParallel(module)
+
+    def loss(module: nn.Module, rank: int, step: int) -> Tensor:
+        return wavy_loss(module(draw(rank, step, 4, width)))
+
+    for step in range(3 + num_accumulating):
+        if step < 3:
+            model.zero_grad()
+            expected.zero_grad()
+        loss(model, rank, step).backward()
+        expected.backward(lambda replica, r, step=step: loss(replica, r, step))
+        assert_reduced(model, expected)
+
+
+@pytest.mark.parametrize("size", list(WIDTHS))
+@pytest.mark.parametrize("name", list(SHARING))
+def test_gradients_that_share_memory(transport: Transport, name: str, size: str) -> None:
+    """Parameters whose gradients share one block, or a block with a gradient on its way to
+    another layer: reducing one of them in place would silently change the other."""
+    transport.pool(2).run(run_sharing, name, size)
+
+
+kept: list[Tensor] = []  # what a hook keeps must outlive the backward
+
+
+def keep_gradient(gradient: Tensor) -> None:
+    kept.append(gradient)
+
+
+def replace_by_scaled(gradient: Tensor) -> Tensor:
+    return gradient * 2
+
+
+def replace_by_kept(gradient: Tensor) -> Tensor:
+    kept.append(gradient * 3)
+    return kept[-1]
+
+
+def replace_by_expanded(gradient: Tensor) -> Tensor:
+    return gradient.mean().expand(gradient.shape)
+
+
+def replace_by_transposed(gradient: Tensor) -> Tensor:
+    return gradient.t() if gradient.dim() == 2 else gradient
+
+
+def replace_by_slice(gradient: Tensor) -> Tensor:
+    padded = torch.cat([gradient.flatten(), gradient.flatten()[:1]])
+    return padded[: gradient.numel()].view(gradient.shape)
+
+
+def use_and_drop(gradient: Tensor) -> None:
+    gradient.abs().max().item()
+
+
+HOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "keep": keep_gradient,
+    "scale": replace_by_scaled,
+    "replace_and_keep": replace_by_kept,
+    "expand": replace_by_expanded,
+    "transpose": replace_by_transposed,
+    "slice": replace_by_slice,
+    "look": use_and_drop,
+}
+
+
+def run_hooks(rank: int, world_size: int, name: str, size: str) -> None:
+    torch.manual_seed(1)
+    width = WIDTHS[size]
+    module = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+    def prepare(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.register_hook(HOOKS[name])
+
+    kept.clear()
+    check_steps(rank, world_size, module, width, prepare)
+    kept.clear()
+
+
+@pytest.mark.parametrize("size", list(WIDTHS))
+@pytest.mark.parametrize("name", list(HOOKS))
+def test_tensor_hooks(transport: Transport, name: str, size: str) -> None:
+    """A hook that keeps the gradient, or puts another in its place of any layout: what the hook
+    returns is what is averaged."""
+    transport.pool(2).run(run_hooks, name, size)
+
+
+def run_keeping_hook(rank: int, world_size: int, width: int) -> None:
+    torch.manual_seed(1)
+    module = nn.Linear(width, width, bias=False)
+    model = DataParallel(module)
+    seen: list[tuple[Tensor, Tensor]] = []
+    module.weight.register_hook(lambda gradient: seen.append((gradient, gradient.clone())))
+    for step in range(3):
+        model.zero_grad()
+        wavy_loss(model(draw(rank, step, 4, width))).backward()
+    for gradient, copy in seen:
+        assert torch.equal(gradient, copy), "what the hook kept was changed by the reduction"
+
+
+@pytest.mark.parametrize("width", list(WIDTHS.values()))
+def test_what_a_hook_kept_stays_local(transport: Transport, width: int) -> None:
+    """A tensor hook that kept the gradient still holds this rank's own values afterwards."""
+    transport.pool(2).run(run_keeping_hook, width)
+
+
+def run_retain_grad(rank: int, world_size: int, size: str) -> None:
+    torch.manual_seed(1)
+    width = WIDTHS[size]
+    module = PendingGradient(width)
+    model, plain = DataParallel(module), PendingGradient(width)
+    plain.load_state_dict(module.state_dict())
+
+    def activation(model: nn.Module, step: int) -> Tensor:
+        hidden: Tensor = model(draw(rank, step, 4, width))
+        hidden.retain_grad()
+        wavy_loss(hidden).backward()
+        assert hidden.grad is not None
+        return hidden.grad
+
+    for step in range(3):
+        assert torch.equal(activation(model, step), activation(plain, step))
+
+
+@pytest.mark.parametrize("size", list(WIDTHS))
+def test_retained_activation_gradients_stay_local(transport: Transport, size: str) -> None:
+    """retain_grad on an output whose gradient a parameter shares: it keeps local values, to the
+    bit those of the plain module."""
+    transport.pool(2).run(run_retain_grad, size)

@@ -1,0 +1,129 @@
+"""Owns the direction of the layers: no file includes or imports what stands above it."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CSRC = ROOT / "csrc"
+
+# The lowest first; bindings are the files that stand directly in csrc/.
+CPP_LAYERS = ["base", "transport", "collective", "bucket", "pipeline", "bindings"]
+# Files of the pure layers that may know torch, and files of other layers that may not.
+WITH_TORCH_IN_PURE_LAYERS = {"transport/c10d_store.h", "transport/c10d_store.cpp"}
+PURE_IN_OTHER_LAYERS = [
+    "bucket/layout",
+    "bucket/round",
+    "bucket/shared_round",
+    "pipeline/action",
+    "pipeline/schedule",
+]
+PURE_LAYERS = ["base", "transport", "collective"]
+TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2|pybind11|Python\.h)")
+
+# The lowest first; modules of one line do not import each other.
+PYTHON_LAYERS = [
+    {"_version", "errors", "_build_info"},
+    {"_import_checks", "_C"},
+    {"collectives"},
+    {"data_parallel"},
+    {"__init__"},
+]
+
+SOURCES = sorted(
+    path for path in CSRC.rglob("*") if path.suffix in {".h", ".cpp", ".inl", ".cuh", ".cu"}
+)
+MODULES = sorted((ROOT / "pydist").glob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(CSRC).as_posix()
+
+
+def layer_of(name: str) -> str:
+    return name.split("/")[0] if "/" in name else "bindings"
+
+
+def includes(path: Path) -> Iterator[str]:
+    yield from re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+
+
+def is_pure(name: str) -> bool:
+    if layer_of(name) in PURE_LAYERS:
+        return name not in WITH_TORCH_IN_PURE_LAYERS
+    return name.rpartition(".")[0] in PURE_IN_OTHER_LAYERS
+
+
+def test_there_is_something_to_check() -> None:
+    assert {layer_of(name_of(path)) for path in SOURCES} <= set(CPP_LAYERS)
+    assert any(name_of(path).startswith("base/") for path in SOURCES)
+    assert MODULES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_a_file_includes_only_what_stands_below(path: Path) -> None:
+    own = CPP_LAYERS.index(layer_of(name_of(path)))
+    for included in includes(path):
+        if (CSRC / included).exists():
+            layer = layer_of(included)
+            assert CPP_LAYERS.index(layer) <= own, f"{name_of(path)} includes {included}"
+        else:
+            assert not included.startswith(("../", "./", "csrc/")), f"{included}: not from csrc/"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_torch_headers_stay_where_they_belong(path: Path) -> None:
+    name = name_of(path)
+    for included in includes(path):
+        if is_pure(name):
+            assert not TORCH_HEADER.match(included), f"pure {name} includes {included}"
+        if layer_of(name) != "bindings":
+            assert included != "torch/extension.h", f"{name}: 28 s of compile time"
+            assert not included.startswith("pybind11"), f"{name}: pybind11 outside the bindings"
+
+
+def test_a_pure_file_includes_only_pure_files() -> None:
+    for path in SOURCES:
+        for included in includes(path):
+            if is_pure(name_of(path)) and (CSRC / included).exists():
+                assert is_pure(included), f"pure {name_of(path)} includes {included}"
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules that a file of pydist imports; functions' own imports count too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+            if node.module == "pydist" and node.level == 0:
+                yield from (f"pydist.{alias.name}" for alias in node.names)
+
+
+def python_layer(module: str) -> int:
+    for index, names in enumerate(PYTHON_LAYERS):
+        if module in names:
+            return index
+    raise AssertionError(f"pydist/{module}.py has no place in PYTHON_LAYERS")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_a_module_imports_only_what_stands_below(path: Path) -> None:
+    own = python_layer(path.stem)
+    known = set().union(*PYTHON_LAYERS)
+    for imported in imports(path):
+        top, _, rest = imported.partition(".")
+        assert top not in {"tests", "bench", "examples", ""}, f"{path.stem} imports {imported}"
+        if top == "pydist" and rest.split(".")[0] in known:
+            assert python_layer(rest.split(".")[0]) < own, f"{path.stem} imports {imported}"
+
+
+def test_nothing_imports_the_tests() -> None:
+    modules = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    for folder in ("pydist", "examples"):
+        for path in (ROOT / folder).glob("*.py"):
+            found = modules & {name.split(".")[0] for name in imports(path)}
+            assert not found, f"{path.name} imports {found}"
