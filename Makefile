@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 PURE_SOURCES := $(wildcard csrc/base/*.cpp) \
 	$(filter-out csrc/transport/c10d_store.cpp,$(wildcard csrc/transport/*.cpp)) \
 	$(wildcard csrc/collective/*.cpp) \
-	$(wildcard csrc/bucket/layout.cpp csrc/bucket/shared_round.cpp)
+	$(wildcard csrc/bucket/layout.cpp csrc/bucket/pack.cpp csrc/bucket/shared_round.cpp)
 CPP_TESTS := $(wildcard tests/cpp/*_test.cpp)
 
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc build_backend -type f 2>/dev/null)

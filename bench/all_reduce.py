@@ -12,7 +12,7 @@ from bench import bound, command_line
 from bench.ranks import Rank, Ranks, Span, elapsed_s
 from bench.record import Case, Parameter, Record
 from bench.table import Aim, rate_text, size_text, table, time_text
-from pydist import _C
+from pydist._engine import group_engine
 
 NAME = "all_reduce"
 
@@ -93,11 +93,9 @@ def make_contenders(rank: Rank, size: Size) -> dict[str, Contender]:
         "gloo": Contender(gloo, lambda: dist.all_reduce(gloo)),
     }
     if size.nbytes >= SMALLEST_BOUND_NBYTES:
-        buffers = bound.shared_buffers(rank, size.num_elements, size.dtype)
-        slices = bound.slice_of(rank, buffers)
-        contenders["bound"] = Contender(
-            buffers[rank.index], lambda: bound.update(slices), ends_apart=True
-        )
+        buffers = bound.shared_buffers(rank, size.num_elements)
+        update = bound.updater(rank, buffers)
+        contenders["bound"] = Contender(buffers[rank.index], update, ends_apart=True)
     return contenders
 
 
@@ -115,11 +113,18 @@ def sample(rank: Rank, contender: Contender, size: Size, expected: Expected) -> 
     return span, expected.num_wrong(contender.tensor)
 
 
+def engine_loop(tensor: Tensor, iterations: int) -> float:
+    communicator = group_engine().communicator
+    if communicator is None:
+        raise RuntimeError("these ranks do not share memory: there is nothing to measure here")
+    return communicator.benchmark_all_reduce(tensor, iterations)
+
+
 def sample_cpp_loop(rank: Rank, tensor: Tensor, size: Size, expected: Expected) -> tuple[Span, int]:
     """The same without Python's share: the loop is in the engine."""
     expected.fill(tensor)
     rank.barrier()
-    seconds = _C.benchmark_all_reduce(tensor, size.iterations)
+    seconds = engine_loop(tensor, size.iterations)
     return (0, int(seconds * 1e9)), expected.num_wrong(tensor)
 
 

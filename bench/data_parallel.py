@@ -60,8 +60,8 @@ def set_up(rank: Rank, name: str, contenders: tuple[str, ...]) -> int:
     num_elements = sum(p.numel() for p in trainees["compute"].model.parameters())
     rank.kept.update(trainees)
     if "floor" in contenders:
-        buffers = bound.shared_buffers(rank, num_elements, torch.float32)
-        rank.kept["floor"] = bound.slice_of(rank, buffers)
+        buffers = bound.shared_buffers(rank, num_elements)
+        rank.kept["floor"] = bound.updater(rank, buffers)
     return num_elements * torch.float32.itemsize
 
 
@@ -82,7 +82,7 @@ def _wrapped(rank: Rank, contender: str, workload: Workload) -> nn.Module:
 def take_steps(rank: Rank, contender: str, steps: int) -> Span:
     """Some steps in a row, after one more that warms the caches."""
     kept = rank.kept[contender]
-    step = (lambda: bound.update(kept)) if contender == "floor" else kept.step
+    step = kept.step if isinstance(kept, Trainee) else kept
 
     def run() -> None:
         for _ in range(steps):

@@ -1,5 +1,6 @@
 """Owns the statistics of interleaved samples: differences within a turn, a ratio's certainty."""
 
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -17,9 +18,9 @@ def added_s(own_s: Sequence[float], base_s: Sequence[float]) -> float:
 
 
 def added_ratio(own_s: Sequence[float], peer_s: Sequence[float], base_s: Sequence[float]) -> float:
-    """What `own` adds to `base`, as a share of what `peer` adds to it."""
+    """What `own` adds to `base`, as a share of what `peer` adds; infinite where that is nothing."""
     peer_added_s = added_s(peer_s, base_s)
-    return added_s(own_s, base_s) / peer_added_s if peer_added_s > 0 else float("nan")
+    return added_s(own_s, base_s) / peer_added_s if peer_added_s > 0 else math.inf
 
 
 def added_ratio_interval(

@@ -1,7 +1,8 @@
 // The reducer as Python sees it.
+#include <torch/csrc/utils/pybind.h>
+
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/utils/pybind.h>
 
 #include "bindings.h"
 #include "bucket/pack.h"
@@ -90,21 +91,30 @@ void pack_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& out)
 }  // namespace
 
 void bind_reducer(py::module_& module) {
-  py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer")
+  py::class_<Reducer, std::shared_ptr<Reducer>>(
+      module, "Reducer", "Averages the gradients of a module's backwards; see csrc/bucket/reducer.h.")
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("store"),
            py::arg("group"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"),
-           py::arg("global_ranks"), py::arg("settings"))
+           py::arg("global_ranks"), py::arg("settings"),
+           "Collective. `group` is None for shared memory, else the process group to use.")
       .def("watch", &Reducer::watch, py::arg("outputs"), py::arg("synchronize"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("detach_hooks", &Reducer::detach_hooks)
-      .def("counters", &counters)
-      .def("units", &units)
-      .def_property_readonly("last_round_had_unused", &Reducer::last_round_had_unused)
-      .def_property_readonly("last_round_changed", &Reducer::last_round_changed)
-      .def("unused_in_last_round", &Reducer::unused_in_last_round)
-      .def("changed_since_first_round", &Reducer::changed_since_first_round);
-  module.def("pack", &pack_tensors, py::arg("tensors"), py::arg("out"));
-  module.def("install_allocator", [] { return GradientAllocator::install(); });
+           py::call_guard<py::gil_scoped_release>(),
+           "To be called with a forward's output tensors: their backward is a round if synchronize.")
+      .def("detach_hooks", &Reducer::detach_hooks, "Removes every hook; the module may live on.")
+      .def("counters", &counters, "What report.Report shows, by name.")
+      .def("units", &units, "(alone, nbytes, parameters) of every unit.")
+      .def_property_readonly("last_round_had_unused", &Reducer::last_round_had_unused,
+                             "True if no rank used some trainable parameter in the last round.")
+      .def_property_readonly("last_round_changed", &Reducer::last_round_changed,
+                             "True if the last round used other parameters than the first.")
+      .def("unused_in_last_round", &Reducer::unused_in_last_round,
+           "Indices of trainable parameters that no rank used in the last round.")
+      .def("changed_since_first_round", &Reducer::changed_since_first_round,
+           "Indices of parameters that only one of the first and the last round used.");
+  module.def("pack", &pack_tensors, py::arg("tensors"), py::arg("out"),
+             "Copies contiguous tensors one after the other into out; for the benchmark.");
+  module.def("install_allocator", &GradientAllocator::install,
+             "Installs the gradient allocator; an empty string, or why it cannot be used.");
 }
 
 }  // namespace pydist

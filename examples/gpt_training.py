@@ -24,11 +24,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm  # type: ignore[import-untyped]
+
 from gpt_model import MODEL_SIZES, Gpt
 from stdlib_text import StdlibText, draw_batch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 Wrapper = Callable[[nn.Module], DistributedDataParallel]
 
@@ -79,7 +81,7 @@ class RankRecord:
 
     name: str
     losses: list[float] = field(default_factory=list)
-    gradient_norms: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     # Forward and backward of the probed steps: with and without communication.
     synced_s: list[float] = field(default_factory=list)
@@ -94,7 +96,8 @@ class EngineResult:
 
     name: str
     losses: npt.NDArray[np.float64]
-    gradient_norms: npt.NDArray[np.float64]
+    # Of the gradient, before clipping.
+    norms: npt.NDArray[np.float64]
     held_out_loss: float
     ranks_agree: bool
     step_s: float
@@ -145,7 +148,7 @@ class Trainee:
         self.optimizer.zero_grad()
         end = time.perf_counter()
         self.record.losses.append(loss.item())
-        self.record.gradient_norms.append(norm.item())
+        self.record.norms.append(norm.item())
         self.record.step_s.append(end - start)
         if probed:
             self.record.synced_s.append(synced - start)
@@ -172,7 +175,7 @@ class Trainee:
     @torch.no_grad()
     def evaluate(self, text: StdlibText) -> float:
         """The mean loss on text that was held out, the same places for every engine."""
-        losses = [
+        losses: list[float] = [
             self.gpt(*draw_batch(text.held_out, 16, self.gpt.size.context, seed=i)).item()
             for i in range(_HELD_OUT_NUM_BATCHES)
         ]
@@ -187,7 +190,7 @@ class Progress:
         self.total = plan.num_steps * len(plan.engines)
         self.done = 0
         self.shown = shown
-        self.bar: tqdm[None] | None = None
+        self.bar: tqdm | None = None
         if shown and sys.stderr.isatty():
             self.bar = tqdm(total=self.total, unit="step", dynamic_ncols=True)
 
@@ -225,7 +228,7 @@ def train_on_rank(
     torch.set_num_threads(plan.num_threads)
     # Everything stays on this machine, whatever its host name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.TCPStore("127.0.0.1", store_port, plan.num_ranks, is_master=False)
+    store = TCPStore("127.0.0.1", store_port, plan.num_ranks, is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=plan.num_ranks, timeout=_TIMEOUT
     )
@@ -279,7 +282,7 @@ def merge_ranks(records: tuple[RankRecord, ...], plan: Plan) -> EngineResult:
     return EngineResult(
         name=active[0].name,
         losses=np.mean([record.losses for record in active], axis=0),
-        gradient_norms=np.mean([record.gradient_norms for record in active], axis=0),
+        norms=np.mean([record.norms for record in active], axis=0),
         held_out_loss=active[0].held_out_loss,
         ranks_agree=len({record.weights_digest for record in active}) == 1,
         step_s=float(np.median(step_s)),

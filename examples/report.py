@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gpt_training import EngineResult, Plan
 from matplotlib.figure import Figure
+
+from gpt_training import EngineResult, Plan
 
 # The final train loss is the mean of so many steps: one batch alone says little.
 _FINAL_NUM_STEPS = 20
@@ -16,46 +17,48 @@ _FINAL_NUM_STEPS = 20
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two runs may be apart, relative to the reference: tightly early, then by drift."""
+    """How far a run may be from the reference, relative to it: pairs of (first step, bound).
 
-    early_num_steps: int
-    early: float
-    late: float
+    Rounding differs between the runs, and training amplifies it. Measured with torch DDP against
+    one process, small model, 600 steps, an x86-64 machine; the bounds leave room of 30 and more:
+
+        steps before            20      100     600
+        loss apart by         2e-7     8e-6    5e-4
+        gradient norm         1e-6    1e-4    7e-3
+
+    The first steps are the sharp test: there a skipped reduction is apart by 1e-1, far above.
+    """
+
+    bounds: tuple[tuple[int, float], ...]
 
     def at(self, step: int) -> float:
         """The bound in this step."""
-        return self.early if step < self.early_num_steps else self.late
+        return [bound for first_step, bound in self.bounds if first_step <= step][-1]
 
 
-LOSS_TOLERANCE = Tolerance(early_num_steps=20, early=1e-3, late=2e-2)
-GRADIENT_NORM_TOLERANCE = Tolerance(early_num_steps=20, early=1e-2, late=2e-1)
+LOSS_TOLERANCE = Tolerance(((0, 1e-5), (20, 1e-3), (100, 3e-2)))
+# The loss alone would miss a wrong factor: AdamW and clipping undo it.
+GRADIENT_NORM_TOLERANCE = Tolerance(((0, 1e-4), (20, 1e-2), (100, 3e-1)))
 
 
 def disagreements(results: list[EngineResult]) -> list[str]:
-    """One sentence for each way in which the runs differ beyond rounding; the first is the
-    reference."""
-    reference, *others = results
+    """A sentence for each way in which runs differ from the first beyond rounding."""
     sentences = [
         f"the ranks of '{result.name}' ended with different weights"
         for result in results
         if not result.ranks_agree
     ]
-    for other in others:
-        pairs = (
+    reference = results[0]
+    for other in results[1:]:
+        for what, expected, found, tolerance in (
             ("loss", reference.losses, other.losses, LOSS_TOLERANCE),
-            (
-                "gradient norm",
-                reference.gradient_norms,
-                other.gradient_norms,
-                GRADIENT_NORM_TOLERANCE,
-            ),
-        )
-        for what, expected, found, tolerance in pairs:
+            ("gradient norm", reference.norms, other.norms, GRADIENT_NORM_TOLERANCE),
+        ):
             step = first_step_apart(expected, found, tolerance)
             if step is not None:
                 sentences.append(
-                    f"in step {step} the {what} of '{other.name}' is {found[step]:.6g}, but that "
-                    f"of '{reference.name}' is {expected[step]:.6g}: more than rounding explains "
+                    f"in step {step} the {what} of '{other.name}' is {found[step]:.7g}, but that "
+                    f"of '{reference.name}' is {expected[step]:.7g}: more than rounding explains "
                     f"(allowed: a relative {tolerance.at(step):g})"
                 )
     return sentences
@@ -73,7 +76,7 @@ def first_step_apart(
 
 def render_table(results: list[EngineResult], plan: Plan) -> str:
     """The table of the runs; ratios are to the run of torch DDP, the second."""
-    header = ["", "train loss", "held-out loss", "samples/s", "step", "communication", "to DDP"]
+    header = ["", "train loss", "held-out loss", "samples/s", "step", "communication", "vs. DDP"]
     rows = [header]
     for result in results:
         communication = "-"

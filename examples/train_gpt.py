@@ -11,7 +11,7 @@ if the three did not train the same model.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import os
 import pickle
 import sys
@@ -20,8 +20,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
+
 from gpt_model import MODEL_SIZES
 from gpt_training import (
     Plan,
@@ -47,11 +52,12 @@ def main(arguments: Sequence[str] | None = None, pydist_wrapper: Wrapper | None 
     """Runs the demo and returns its exit status; tests pass a wrapper in pydist's place."""
     started = time.monotonic()
     options = parse_options(arguments)
-    if pydist_wrapper is None and importlib.util.find_spec("pydist") is None:
-        return fail("expected pydist to be installed, found none; run `make demo` or `pip install .`")
     try:
+        if pydist_wrapper is None:
+            # Here its error is one sentence; in the ranks it would be several tracebacks.
+            importlib.import_module("pydist")
         text = read_stdlib()
-    except NoTextError as error:
+    except (ImportError, NoTextError) as error:
         return fail(str(error))
     plan = plan_training(options, pydist_wrapper or wrap_with_pydist)
     print_plan(plan, text)
@@ -166,20 +172,22 @@ def print_footnotes(plan: Plan) -> None:
 def train_on_all_ranks(plan: Plan, text: StdlibText) -> TrainingResult:
     """Starts the ranks, waits for them, and ends them all if one fails or the user interrupts."""
     # The port is chosen by the system and the store outlives the ranks.
-    store = dist.TCPStore("127.0.0.1", 0, plan.num_ranks, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, plan.num_ranks, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.pickle"
-        ranks = mp.start_processes(
+        ranks = start_processes(  # type: ignore[no-untyped-call]
             train_on_rank,
             args=(plan, text, store.port, result_path),
             nprocs=plan.num_ranks,
             join=False,
+            # So that an interrupt before they are all there ends those that are.
+            daemon=True,
             start_method="spawn",
         )
         try:
             while not ranks.join():
                 pass
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        except (ProcessRaisedException, ProcessExitedException) as error:
             raise RankFailedError(f"rank {error.error_index} failed: {error}") from error
         finally:
             for process in ranks.processes:

@@ -2,35 +2,32 @@
 
 from pydist import _import_checks
 from pydist._version import __version__
-from pydist.errors import MismatchError, PeerError, TimeoutError, UsageError
+from pydist.errors import MismatchError, PeerError, ResourceError, TimeoutError, UsageError
 
 _import_checks.check_all()
 
 # What needs torch and the extension comes after the checks.
-import importlib.util
-
-if importlib.util.find_spec("pydist.collectives"):  # while the module is being written
-    from pydist.collectives import (
-        all_gather,
-        all_gather_into_tensor,
-        all_reduce,
-        all_to_all,
-        all_to_all_single,
-        barrier,
-        broadcast,
-        recv,
-        reduce_scatter,
-        reduce_scatter_tensor,
-        send,
-        symmetric_empty,
-    )
-if importlib.util.find_spec("pydist.data_parallel"):
-    from pydist.data_parallel import DataParallel
+from pydist.collectives import (
+    all_gather,
+    all_gather_into_tensor,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    recv,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    send,
+    symmetric_empty,
+)
+from pydist.data_parallel import DataParallel
 
 __all__ = [
     "DataParallel",
     "MismatchError",
     "PeerError",
+    "ResourceError",
     "TimeoutError",
     "UsageError",
     "__version__",

@@ -1,22 +1,22 @@
 """Owns the comparison of models across ranks before training."""
 
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from pydist.errors import MismatchError
 
 if TYPE_CHECKING:
-    from pydist.collectives import Engine
-    from pydist.data_parallel import DataParallel
+    from pydist._engine import Engine
 
 # One tensor of a model: what must agree, by the word that messages use for it.
 Description = dict[str, Any]
 
 
-def describe_model(model: "DataParallel") -> list[Description]:
-    """Everything about the model's tensors that ranks must agree on, in the model's order."""
-    from pydist.data_parallel import named_state
-
+def describe_tensors(state: Iterable[tuple[str, str, torch.Tensor]]) -> list[Description]:
+    """Everything that ranks must agree on about tensors given as kind, name and tensor."""
     return [
         {
             "kind": kind,
@@ -26,7 +26,7 @@ def describe_model(model: "DataParallel") -> list[Description]:
             "stride": list(tensor.stride()),
             "requires_grad": tensor.requires_grad,
         }
-        for kind, name, tensor in named_state(model)
+        for kind, name, tensor in state
     ]
 
 

@@ -10,9 +10,9 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from pydist import _C
+from pydist._engine import group_engine
 from pydist._outputs import tensors_of
-from pydist._verification import describe_model, verify_models
-from pydist.collectives import group_engine
+from pydist._verification import describe_tensors, verify_models
 from pydist.errors import UsageError
 from pydist.report import Report
 
@@ -129,8 +129,8 @@ class DataParallel(DistributedDataParallel):
         self._names, self._parameters_of_module = self._trainable_candidates()
         self._engine = group_engine(self.process_group)
         if init_sync:
-            verify_models(self._engine, self._model_name, describe_model(self))
-            self._send_state()
+            verify_models(self._engine, self._model_name, describe_tensors(self._state()))
+            self._engine.broadcast_tensors([tensor.detach() for _, _, tensor in self._state()])
         self._reducer = _C.Reducer(
             parameters=self._parameters_of_module,
             names=self._names,
@@ -175,21 +175,14 @@ class DataParallel(DistributedDataParallel):
             )
         return names, parameters
 
-    def _synced_buffers(self) -> list[torch.Tensor]:
-        return [
-            buffer
-            for name, buffer in self.module.named_buffers()
-            if name not in self.parameters_to_ignore
-        ]
-
-    def _send_state(self) -> None:
-        """Gives every rank the first rank's parameters and buffers."""
-        parameters = [
-            parameter.detach()
-            for name, parameter in self.module.named_parameters()
-            if name not in self.parameters_to_ignore
-        ]
-        self._engine.broadcast_tensors(parameters + self._synced_buffers())
+    def _state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Kind, name and tensor of all that ranks must agree on."""
+        for name, parameter in self.module.named_parameters():
+            if name not in self.parameters_to_ignore:
+                yield "parameter", name, parameter
+        for name, buffer in self.module.named_buffers():
+            if name not in self.parameters_to_ignore:
+                yield "buffer", name, buffer
 
     # -- training -------------------------------------------------------------------------------
 
@@ -197,9 +190,7 @@ class DataParallel(DistributedDataParallel):
         """Runs the module; a backward from its outputs averages gradients, except in no_sync()."""
         self._warn_of_last_round()
         if self.require_forward_param_sync and self.forward_sync_buffers:
-            buffers = self._synced_buffers()
-            if buffers:
-                self._engine.broadcast_tensors(buffers)
+            self._broadcast_buffers()
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             synchronize = self.require_backward_grad_sync
@@ -208,6 +199,15 @@ class DataParallel(DistributedDataParallel):
         else:
             self.require_forward_param_sync = False
         return output
+
+    def _broadcast_buffers(self) -> None:
+        buffers = [
+            buffer
+            for name, buffer in self.module.named_buffers()
+            if name not in self.parameters_to_ignore
+        ]
+        if buffers:
+            self._engine.broadcast_tensors(buffers)
 
     def _warn_of_last_round(self) -> None:
         if self._warned_unused:
@@ -251,7 +251,7 @@ class DataParallel(DistributedDataParallel):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.nn.Module.__setstate__(self, state)
+        torch.nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self.process_group = _default_group()
         self._build(init_sync=False)
 
@@ -285,7 +285,7 @@ def _resolve_buffer_sync(broadcast: bool | None, forward_sync: bool | None) -> b
 
 
 def _check_parameter(name: str, parameter: torch.Tensor) -> None:
-    if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(parameter):
         raise RuntimeError(
             f"parameter {name} is uninitialized, and modules with uninitialized parameters can't "
             "be wrapped; run a dummy forward pass first to initialize the module"
@@ -301,13 +301,3 @@ def _check_parameter(name: str, parameter: torch.Tensor) -> None:
         )
     if parameter.layout != torch.strided:
         raise UsageError(f"parameter {name} is sparse; parameters must be dense")
-
-
-def named_state(model: DataParallel) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Kind ("parameter" or "buffer"), name and tensor of all that ranks must agree on."""
-    for name, parameter in model.module.named_parameters():
-        if name not in model.parameters_to_ignore:
-            yield "parameter", name, parameter
-    for name, buffer in model.module.named_buffers():
-        if name not in model.parameters_to_ignore:
-            yield "buffer", name, buffer

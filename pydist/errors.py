@@ -24,7 +24,7 @@ class ResourceError(RuntimeError):
 
 
 class HostError(RuntimeError):
-    """The ranks of a group cannot share memory, for they do not share a host; says which and why."""
+    """Ranks of a group cannot share memory, as they do not share a host; says which and why."""
 
 
 # Users meet these as `pydist.PeerError`: tracebacks and pickles show the name they write.

@@ -6,13 +6,15 @@ where the weights exceed the 64 KiB from which on gradients may be reduced where
 
 import contextlib
 import dataclasses
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from reference import draw
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+
+from reference import draw
 
 WIDTHS = {"tiny": 8, "large": 192}
 
@@ -25,7 +27,7 @@ class Scalar(nn.Module):
         self.weight = nn.Parameter(torch.ones((), dtype=dtype))
 
     def forward(self, x: Any) -> Tensor:
-        return self.weight * x
+        return torch.mul(self.weight, x)
 
 
 class Scalars(nn.Module):

@@ -7,8 +7,8 @@ a replica of the plain module per rank, run one after another, gives all local g
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
-from typing import Any, Callable, Optional, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ TOLERANCES: dict[torch.dtype, float] = {
 }
 
 ErrorKind = TypeVar("ErrorKind", bound=BaseException)
-LocalLoss = Callable[[nn.Module, int], Optional[Tensor]]
+LocalLoss = Callable[..., Tensor | None]  # of module, rank and further arguments
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -39,7 +39,7 @@ class OneProcess:
     """Replicas of a plain module, one per rank, stepped in this process as the ranks would be."""
 
     def __init__(
-        self, module: nn.Module, world_size: int, make_optimizer: Optional[MakeOptimizer] = None
+        self, module: nn.Module, world_size: int, make_optimizer: MakeOptimizer | None = None
     ) -> None:
         self.replicas = [copy.deepcopy(module) for _ in range(world_size)]
         self.optimizers = (
@@ -53,14 +53,13 @@ class OneProcess:
     def module(self) -> nn.Module:
         return self.replicas[0]
 
-    def backward(self, local_loss: LocalLoss, synced: bool = True) -> None:
-        """local_loss(replica, rank).backward() for every rank, then the mean unless under no_sync.
-
-        A rank whose loss is None takes part without a gradient of its own.
+    def backward(self, local_loss: LocalLoss, *arguments: Any, synced: bool = True) -> None:
+        """local_loss(replica, rank, *arguments).backward() for every rank, and then the mean
+        unless under no_sync. A rank whose loss is None takes part without a gradient of its own.
         """
         for rank, replica in enumerate(self.replicas):
             with self._noting_use(replica):
-                loss = local_loss(replica, rank)
+                loss = local_loss(replica, rank, *arguments)
                 if loss is not None:
                     loss.backward()
         if synced:
@@ -69,18 +68,19 @@ class OneProcess:
     def average(self) -> None:
         """The mean of current gradients, zeros where there is none, of what was used anywhere
         since the last mean; other gradients stay as they are."""
-        for parameters in zip(*(replica.named_parameters() for replica in self.replicas)):
+        named = [replica.named_parameters() for replica in self.replicas]
+        for parameters in zip(*named, strict=True):
             if parameters[0][0] in self._used:
                 mean = _mean([parameter for _, parameter in parameters])
                 for _, parameter in parameters:
                     parameter.grad = mean.clone()
         self._used.clear()
 
-    def step(self, local_loss: LocalLoss) -> None:
+    def step(self, local_loss: LocalLoss, *arguments: Any) -> None:
         """zero_grad, backward and optimizer step."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        self.backward(local_loss)
+        self.backward(local_loss, *arguments)
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -141,9 +141,7 @@ def _assert_all_close(found: dict[str, Any], expected: dict[str, Any], factor: f
         assert problem is None, f"{name}: {problem}"
 
 
-def difference(
-    found: Optional[Tensor], expected: Optional[Tensor], factor: float = 1
-) -> Optional[str]:
+def difference(found: Tensor | None, expected: Tensor | None, factor: float = 1) -> str | None:
     """What is wrong with a tensor, in words; None if nothing is."""
     if found is None or expected is None:
         return None if found is expected else f"found {found}, expected {expected}"
@@ -160,7 +158,7 @@ def difference(
     return f"element {worst}: found {found.flatten()[worst]}, expected {expected.flatten()[worst]}"
 
 
-def digest(tensors: Iterable[Optional[Tensor]]) -> str:
+def digest(tensors: Iterable[Tensor | None]) -> str:
     """Equal exactly where the tensors are equal in every bit."""
     result = hashlib.sha256()
     for tensor in tensors:
@@ -173,12 +171,12 @@ def digest(tensors: Iterable[Optional[Tensor]]) -> str:
     return result.hexdigest()
 
 
-def gradients(model: nn.Module) -> list[Optional[Tensor]]:
+def gradients(model: nn.Module) -> list[Tensor | None]:
     return [parameter.grad for parameter in unwrapped(model).parameters()]
 
 
 def assert_same_on_all_ranks(
-    tensors: Iterable[Optional[Tensor]], group: Optional[dist.ProcessGroup] = None
+    tensors: Iterable[Tensor | None], group: dist.ProcessGroup | None = None
 ) -> None:
     """Every bit is the same on all ranks of the group."""
     digests: list[Any] = [None] * dist.get_world_size(group)

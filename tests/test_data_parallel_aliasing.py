@@ -4,15 +4,17 @@ Autograd hands one block of memory to several owners: two parameters, or a param
 gradient still on its way to other layers. Each test builds such a pair, large and small.
 """
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from conftest import Transport
 from models import WIDTHS, wavy_loss
 from pydist import DataParallel
 from reference import OneProcess, assert_reduced, draw
-from torch import Tensor, nn
 
 
 class ViewsOfOneGradient(nn.Module):
@@ -25,7 +27,7 @@ class ViewsOfOneGradient(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         width = self.y.shape[0]
-        return inputs @ (self.x.view(width, width) + self.y.view(width, width))
+        return torch.mm(inputs, self.x.view(width, width) + self.y.view(width, width))
 
 
 class PendingGradient(nn.Module):
@@ -40,7 +42,8 @@ class PendingGradient(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         width = self.layer.in_features
         inputs = inputs.repeat(width // inputs.shape[0], 1)
-        return self.layer(torch.tanh(self.first(inputs))) + self.position.view(width, width)
+        hidden: Tensor = self.layer(torch.tanh(self.first(inputs)))
+        return hidden + self.position.view(width, width)
 
 
 class PendingBehindView(nn.Module):
@@ -54,7 +57,7 @@ class PendingBehindView(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         width = self.layer.in_features
-        hidden = self.layer(inputs.repeat(width // inputs.shape[0], 1))
+        hidden: Tensor = self.layer(inputs.repeat(width // inputs.shape[0], 1))
         return (hidden.view(1, -1) + self.b).view(width, width) + self.a
 
 
@@ -121,7 +124,7 @@ def check_steps(
             model.zero_grad()
             expected.zero_grad()
         loss(model, rank, step).backward()
-        expected.backward(lambda replica, r, step=step: loss(replica, r, step))
+        expected.backward(loss, step)
         assert_reduced(model, expected)
 
 

@@ -1,16 +1,18 @@
 """Owns the tests of activation checkpointing, where backwards nest and parameters come twice."""
 
 import warnings
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
 from conftest import Transport
 from models import WIDTHS, wavy_loss
 from pydist import DataParallel
 from reference import OneProcess, assert_reduced, draw
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 Run = Callable[[nn.Module, Tensor], Tensor]
 
@@ -131,7 +133,7 @@ def run_checkpoints(
             model.zero_grad(set_to_none=step != 3)
             expected.zero_grad(set_to_none=step != 3)
         loss(model, rank, step).backward()
-        expected.backward(lambda replica, r, step=step: loss(replica, r, step))
+        expected.backward(loss, step)
         assert_reduced(model, expected)
 
 
@@ -192,7 +194,7 @@ def run_deep(rank: int, world_size: int) -> None:
         model.zero_grad()
         expected.zero_grad()
         loss(model, rank, step).backward()
-        expected.backward(lambda replica, r, step=step: loss(replica, r, step))
+        expected.backward(loss, step)
         assert_reduced(model, expected)
 
 
@@ -218,7 +220,7 @@ def run_under_no_sync(rank: int, world_size: int) -> None:
                     loss(model, rank, step).backward()
             else:
                 loss(model, rank, step).backward()
-            expected.backward(lambda replica, r, s=step: loss(replica, r, s), synced=step % 2 == 1)
+            expected.backward(loss, step, synced=step % 2 == 1)
     assert_reduced(model, expected)
 
 

@@ -4,11 +4,14 @@ import copy
 import io
 import os
 import pickle
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
-import pydist
 import pytest
 import torch
+from torch import Tensor, nn
+
+import pydist
 from conftest import Transport
 from models import WIDTHS, mlp, wavy_loss
 from pydist import DataParallel
@@ -22,7 +25,6 @@ from reference import (
     expect_error,
     gradients,
 )
-from torch import Tensor, nn
 
 
 class TwoLayers(nn.Module):
@@ -53,7 +55,7 @@ def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
 def backward_both(model: nn.Module, expected: OneProcess, rank: int, step: int) -> None:
     """One backward of the wrapper and of the emulation."""
     loss_of(model, rank, step).backward()
-    expected.backward(lambda replica, r: loss_of(replica, r, step))
+    expected.backward(loss_of, step)
 
 
 def set_data(gradient: Tensor) -> None:
@@ -90,8 +92,7 @@ def act_during_round(rank: int, world_size: int, action: str, width: int) -> str
     try:
         backward_both(model, expected, rank, 2)
     except pydist.UsageError as error:
-        assert "last.weight" in str(error)
-        return "refused"
+        return str(error)
     assert_reduced(model, expected)
     return "right"
 
@@ -104,9 +105,8 @@ def test_gradient_memory_exchanged_during_the_round(
     """A hook moves, frees or replaces the memory of a gradient that peers may be reading: the
     result is right, or UsageError names the parameter; never a crash or another value."""
     outcomes = transport.pool(2).run(act_during_round, action, width)
-    assert len(set(outcomes)) == 1
-    if action == "shrink":
-        assert outcomes[0] == "refused"
+    for outcome in outcomes:
+        assert "last.weight" in outcome or (outcome == "right" and action != "shrink")
 
 
 def drop_in_hook(rank: int, world_size: int, width: int) -> str:
@@ -208,7 +208,7 @@ def clip_and_step(rank: int, world_size: int, optimizer: str, width: int) -> Non
         mine.zero_grad()
         expected.zero_grad()
         loss(model, rank, step).backward()
-        expected.backward(lambda replica, r, step=step: loss(replica, r, step))
+        expected.backward(loss, step)
         found = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         norms = [nn.utils.clip_grad_norm_(each.parameters(), 1.0) for each in expected.replicas]
         torch.testing.assert_close(found, norms[0], rtol=1e-12, atol=0)
@@ -241,7 +241,7 @@ def scale_and_step(rank: int, world_size: int, width: int) -> None:
         scaler.unscale_(optimizer)
         if step != 1:
             expected.zero_grad()
-            expected.backward(lambda replica, r, step=step: loss_of(replica, r, step))
+            expected.backward(loss_of, step)
             assert_reduced(model, expected)
             for each in expected.optimizers:
                 each.step()
@@ -272,7 +272,9 @@ def flatten_gradients(rank: int, world_size: int, width: int) -> None:
         expected.zero_grad()
         backward_both(model, expected, rank, step)
         assert_reduced(model, expected)
-        assert torch.equal(flat, torch.cat([g.flatten() for g in gradients(model) if g is not None]))
+        assert torch.equal(
+            flat, torch.cat([g.flatten() for g in gradients(model) if g is not None])
+        )
 
 
 @pytest.mark.parametrize("width", list(WIDTHS.values()))

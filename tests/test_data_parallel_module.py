@@ -4,10 +4,13 @@ import collections
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from conftest import Transport
 from models import Scalar, Scalars, TwoHeads, mlp, wavy_loss
 from pydist import DataParallel
@@ -19,7 +22,6 @@ from reference import (
     draw,
     gradients,
 )
-from torch import Tensor, nn
 
 
 def loss_of(module: nn.Module, rank: int, step: int, width: int = 8) -> Tensor:
@@ -37,7 +39,7 @@ def behave_as_a_module(rank: int, world_size: int) -> None:
     model.eval()
     assert not module.training
     assert not module[1].training
-    model.train()
+    model.train()  # type: ignore[no-untyped-call]
     assert module[1].training
     assert model.process_group is torch.distributed.group.WORLD
     assert model.require_backward_grad_sync is True
@@ -57,7 +59,7 @@ def use_state_dict(rank: int, world_size: int) -> None:
     assert list(state) == [f"module.{name}" for name in module.state_dict()]
     changed = {name: value + 1 for name, value in state.items()}
     assert str(model.load_state_dict(changed)) == "<All keys matched successfully>"
-    assert torch.equal(module[0].bias, changed["module.0.bias"])
+    assert torch.equal(module.get_parameter("0.bias"), changed["module.0.bias"])
     nn.modules.utils.consume_prefix_in_state_dict_if_present(changed, "module.")
     module.load_state_dict(changed)
     expected = OneProcess(module, world_size)
@@ -65,7 +67,7 @@ def use_state_dict(rank: int, world_size: int) -> None:
         model.zero_grad()
         expected.zero_grad()
         loss_of(model, rank, step).backward()
-        expected.backward(lambda replica, r, step=step: loss_of(replica, r, step))
+        expected.backward(loss_of, step)
         assert_reduced(model, expected)
 
 
@@ -129,13 +131,13 @@ def run_without_gradients(rank: int, world_size: int) -> None:
             with torch.no_grad():
                 model(draw(rank, step, 4, 8))
             loss_of(module, rank, step).detach()
-        model.train()
+        model.train()  # type: ignore[no-untyped-call]
         model(draw(rank, step, 4, 8))  # a forward without a backward
         torch.autograd.grad(loss_of(model, rank, 100), list(module.parameters()))
         model.zero_grad()
         expected.zero_grad()
         loss_of(model, rank, step).backward()
-        expected.backward(lambda replica, r, step=step: loss_of(replica, r, step))
+        expected.backward(loss_of, step)
         assert_reduced(model, expected)
 
 
@@ -158,7 +160,7 @@ class NoGradientOutput(nn.Module):
 
 def output_without_graph(rank: int, world_size: int) -> None:
     model = DataParallel(NoGradientOutput())
-    for step in range(3):
+    for _ in range(3):
         model.zero_grad()
         assert not model(-1.0).requires_grad
         model(1.0 + rank).backward()
@@ -187,8 +189,8 @@ class WithIndices(nn.Module):
 def train_with_indices(rank: int, world_size: int) -> None:
     module = WithIndices()
     with torch.no_grad():
-        module.indices += rank
-        module.frozen += rank
+        module.indices.add_(rank)
+        module.frozen.add_(rank)
         module.mask.fill_(bool(rank))
     model = DataParallel(module)
     assert module.indices.tolist() == [0, 1, 2, 3]
@@ -216,7 +218,7 @@ def call_the_module(rank: int, world_size: int) -> None:
             module({"a": 5.0}).backward()  # past the wrapper, on one rank alone
             model.zero_grad()
         model({"a": 1.0 + rank, "b": 1.0}).backward()
-        assert float(module.a.weight.grad) == 1.5
+        assert float(module.get_parameter("a.weight").grad or 0) == 1.5
 
 
 def test_calling_the_module_itself(transport: Transport) -> None:
@@ -234,11 +236,14 @@ def share_one_backward(rank: int, world_size: int) -> None:
         a, b = module(draw(rank, step, 4, 10))
         return wavy_loss(a), wavy_loss(b)
 
+    def sum_of_losses(module: nn.Module, rank: int, step: int) -> Tensor:
+        return torch.stack(losses(module, rank, step)).sum()
+
     for step in range(3):
         model.zero_grad()
         expected.zero_grad()
         torch.autograd.backward(list(losses(model, rank, step)))
-        expected.backward(lambda replica, r, step=step: sum(losses(replica, r, step)))  # type: ignore[arg-type]
+        expected.backward(sum_of_losses, step)
         assert_reduced(model, expected)
 
 
@@ -256,7 +261,7 @@ def retain_graph(rank: int, world_size: int) -> None:
         loss.backward(retain_graph=True)
         loss.backward()
         for _ in range(2):
-            expected.backward(lambda replica, r, step=step: loss_of(replica, r, step))
+            expected.backward(loss_of, step)
         assert_gradients_match(model, expected.module)
         assert_same_on_all_ranks(gradients(model))
 
@@ -275,7 +280,7 @@ def copy_and_pickle(rank: int, world_size: int) -> None:
         expected.zero_grad()
         other.zero_grad()
         loss_of(other, rank, 1).backward()
-        expected.backward(lambda replica, r: loss_of(replica, r, 1))
+        expected.backward(loss_of, 1)
         assert_reduced(other, expected)
     model.zero_grad()
     loss_of(model, rank, 1).backward()
@@ -288,13 +293,17 @@ def test_deepcopy_and_pickle(transport: Transport) -> None:
 
 
 def drop_and_look(rank: int, world_size: int) -> list[bool]:
-    module, model = mlp(192, 2), None
-    dead = []
+    module = mlp(192, 2)
     model = DataParallel(module)
+    dead = []
     optimizer = torch.optim.Adam(model.parameters())
     loss_of(model, rank, 0, 192).backward()
     optimizer.step()
-    watched = [weakref.ref(module), weakref.ref(model), weakref.ref(module[0].weight)]
+    watched: list[weakref.ref[Any]] = [
+        weakref.ref(module),
+        weakref.ref(model),
+        weakref.ref(module[0].weight),
+    ]
     del model, module, optimizer
     gc.collect()
     dead += [each() is None for each in watched]
@@ -310,13 +319,13 @@ def drop_and_look(rank: int, world_size: int) -> list[bool]:
     module.zero_grad()
     expected = OneProcess(module, world_size)
     loss_of(module, rank, 1).backward()
-    expected.backward(lambda replica, r: loss_of(replica, r, 1), synced=False)
+    expected.backward(loss_of, 1, synced=False)
     assert_gradients_match(module, expected.replicas[rank])
     model = DataParallel(module)
     model.zero_grad()
     expected.zero_grad()
     loss_of(model, rank, 2).backward()
-    expected.backward(lambda replica, r: loss_of(replica, r, 2))
+    expected.backward(loss_of, 2)
     assert_reduced(model, expected)
     return dead
 
@@ -328,9 +337,9 @@ def test_c69_the_wrapper_is_freed(transport: Transport) -> None:
         assert all(dead)
 
 
-def gradients_outlive(rank: int, world_size: int) -> None:
+def gradients_outlive(rank: int, world_size: int, as_view: bool) -> None:
     module = mlp(192, 2)
-    model = DataParallel(module)
+    model = DataParallel(module, gradient_as_bucket_view=as_view)
     loss_of(model, rank, 0, 192).backward()
     found = [(gradient, gradient.clone()) for gradient in gradients(model) if gradient is not None]
     del model, module
@@ -343,5 +352,51 @@ def gradients_outlive(rank: int, world_size: int) -> None:
 
 
 def test_gradients_outlive_the_wrapper(transport: Transport) -> None:
-    """Gradients that the user kept are readable and writable after the wrapper is gone."""
-    transport.pool(2).run(gradients_outlive)
+    """Gradients that the user kept are readable and writable after the wrapper is gone, parts of
+    buckets too."""
+    for as_view in (False, True):
+        transport.pool(2).run(gradients_outlive, as_view)
+
+
+def train_in_threads(rank: int, world_size: int) -> None:
+    module = mlp(192, 2)
+    expected = OneProcess(module, world_size)
+    model = DataParallel(module)
+    for step in range(4):
+        model.zero_grad()
+        expected.zero_grad()
+        loss = loss_of(model, rank, step, 192)
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+        expected.backward(loss_of, step, 192)
+        assert_reduced(model, expected)
+
+
+def test_backward_in_another_thread(transport: Transport) -> None:
+    """Forward in one thread and backward in a new one each time."""
+    transport.pool(2).run(train_in_threads)
+
+
+class ReturnsParameter(nn.Module):
+    """Its output is a parameter itself, which no operation has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+def return_a_parameter(rank: int, world_size: int) -> None:
+    model = DataParallel(ReturnsParameter())
+    for _ in range(3):
+        model.zero_grad()
+        (model() * (rank + 1)).sum().backward()
+        assert model.module.weight.grad.tolist() == [1.5] * 3
+
+
+def test_the_output_is_a_parameter(transport: Transport) -> None:
+    """An output without a node in the graph, on which no hook can sit, still means a round."""
+    transport.pool(2).run(return_a_parameter)

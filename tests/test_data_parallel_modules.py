@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch import nn
+
 from conftest import Transport
 from models import KINDS, WIDTHS, Kind
 from pydist import DataParallel
 from reference import OneProcess, assert_reduced, draw, unwrapped
-from torch import nn
 
 
 def run_kind(rank: int, world_size: int, name: str, size: str) -> None:
@@ -21,9 +22,9 @@ def run_kind(rank: int, world_size: int, name: str, size: str) -> None:
             model.zero_grad(set_to_none=mode == "none")
             expected.zero_grad(set_to_none=mode == "none")
         kind.loss(model, rank, step, size).backward()
-        expected.backward(lambda replica, r, step=step: kind.loss(replica, r, step, size))
+        expected.backward(kind.loss, step, size)
         assert_reduced(model, expected)
-        for parameter, (shape, stride) in zip(unwrapped(model).parameters(), layouts):
+        for parameter, (shape, stride) in zip(unwrapped(model).parameters(), layouts, strict=True):
             assert parameter.grad is not None
             assert parameter.grad.shape == shape
             if parameter.numel() > 1 and 1 not in shape:
@@ -54,7 +55,7 @@ def run_create_graph(rank: int, world_size: int, width: int) -> list[str]:
     except RuntimeError as error:
         found.append(str(error))
     else:
-        expected.backward(lambda replica, r: loss(replica, r, 0))
+        expected.backward(loss, 0)
         for parameter in module.parameters():
             assert parameter.grad is not None
             parameter.grad = parameter.grad.detach()
@@ -64,7 +65,7 @@ def run_create_graph(rank: int, world_size: int, width: int) -> list[str]:
     model.zero_grad()
     expected.zero_grad()
     loss(model, rank, 1).backward()
-    expected.backward(lambda replica, r: loss(replica, r, 1))
+    expected.backward(loss, 1)
     assert_reduced(model, expected)
     return found
 

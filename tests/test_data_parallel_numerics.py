@@ -1,9 +1,12 @@
 """Owns the tests of reported numeric troubles: bucket views, complex and half types, bits."""
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from conftest import Transport
 from models import Scalar, mlp, wavy_loss
 from pydist import DataParallel
@@ -15,8 +18,7 @@ from reference import (
     draw,
     gradients,
 )
-from torch import Tensor, nn
-from transport_differences import ACCUMULATES_IN_FP32, BITS_INDEPENDENT_OF_BUCKETS
+from transport_differences import BITS_INDEPENDENT_OF_BUCKETS
 
 
 def loss_of(module: nn.Module, rank: int, step: int, width: int) -> Tensor:
@@ -36,7 +38,7 @@ def accumulate_from_the_start(rank: int, world_size: int, as_view: bool, preset:
     model = DataParallel(module, gradient_as_bucket_view=as_view)
     for step in range(4):
         loss_of(model, rank, step, 40).backward()
-        expected.backward(lambda replica, r, step=step: loss_of(replica, r, step, 40))
+        expected.backward(loss_of, step, 40)
         assert_reduced(model, expected)
 
 
@@ -89,15 +91,13 @@ def clear_in_every_way(rank: int, world_size: int, as_view: bool, width: int) ->
                 ways[(step + index) % len(ways)](parameter)
         expected.zero_grad()
         loss_of(model, rank, step, width).backward()
-        expected.backward(lambda replica, r, step=step: loss_of(replica, r, step, width))
+        expected.backward(loss_of, step, width)
         assert_reduced(model, expected)
 
 
 @pytest.mark.parametrize("width", [8, 192])
 @pytest.mark.parametrize("as_view", [False, True])
-def test_c28_every_way_to_clear_a_gradient(
-    transport: Transport, as_view: bool, width: int
-) -> None:
+def test_c28_every_way_to_clear_a_gradient(transport: Transport, as_view: bool, width: int) -> None:
     """zero_grad of both kinds, None, zero_, detach_ and a clone in its place, mixed over
     parameters and steps, broke bucket views."""
     transport.pool(2).run(clear_in_every_way, as_view, width)
@@ -133,7 +133,7 @@ def train_complex(rank: int, world_size: int, num_elements: int) -> None:
             model.zero_grad(set_to_none=step < 2)
             expected.zero_grad(set_to_none=step < 2)
         loss(model, rank, step).backward()
-        expected.backward(lambda replica, r, step=step: loss(replica, r, step))
+        expected.backward(loss, step)
         assert_reduced(model, expected)
     assert module.p.grad is not None
     assert bool((module.p.grad.imag != 0).all())
@@ -161,13 +161,15 @@ def average_halves(
     module = Half(num_elements, dtype)
     model = DataParallel(module)
     x = torch.full((num_elements,), values[rank], dtype=dtype)
+    first = 0.0
     for _ in range(2):
         model.zero_grad()
         model(x).sum().backward()
         found = module.weight.grad
         assert found is not None
-        assert bool((found == found[0]).all())
-    return float(found[0])
+        assert found.unique().numel() == 1
+        first = float(found[0])
+    return first
 
 
 @pytest.mark.parametrize("num_elements", [5, 50_000])
@@ -183,10 +185,8 @@ def test_c36_means_of_half_types(transport: Transport, num_elements: int) -> Non
     exact = (1 + 2.0**-9) / 2
     for found in mean(torch.bfloat16, 1.0, 2.0**-9):
         assert abs(found - exact) <= 2.0**-8
-    if ACCUMULATES_IN_FP32[transport.name]:
-        assert mean(torch.float16, 2.0**-24, 2.0**-24) == [2.0**-24] * 2
-        assert mean(torch.float16, 65504.0, 65504.0) == [65504.0] * 2
-        assert mean(torch.bfloat16, 3e38, 3e38)[0] > 2.9e38
+    assert mean(torch.float16, 2.0**-24, 2.0**-24) == [2.0**-24] * 2
+    assert mean(torch.float16, 65504.0, 65504.0) == [65504.0] * 2
 
 
 class OneHuge(nn.Module):
@@ -211,7 +211,7 @@ def bits_for_cap(rank: int, world_size: int, cap_mb: float, as_view: bool) -> st
         model.zero_grad()
         expected.zero_grad()
         loss_of(model, rank, step, 30).backward()
-        expected.backward(lambda replica, r, step=step: loss_of(replica, r, step, 30))
+        expected.backward(loss_of, step, 30)
         assert_reduced(model, expected)
     return digest(gradients(model))
 

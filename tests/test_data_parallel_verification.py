@@ -1,15 +1,16 @@
 """Owns the tests that models which differ between ranks are refused, on every rank, at once."""
 
-from typing import Callable
+from collections.abc import Callable
 
-import pydist
 import pytest
 import torch
+from torch import nn
+
+import pydist
 from conftest import Transport
 from models import Scalar
 from pydist import DataParallel
 from reference import expect_error
-from torch import nn
 
 
 def base() -> nn.Module:
@@ -24,13 +25,13 @@ def other_shape() -> nn.Module:
 def transposed_shape() -> nn.Module:
     """As many elements, in another arrangement."""
     module = base()
-    module[1].weight = nn.Parameter(torch.zeros(6, 3))  # type: ignore[index, union-attr]
+    module.get_submodule("1").weight = nn.Parameter(torch.zeros(6, 3))
     return module
 
 
 def other_stride() -> nn.Module:
     module = base()
-    module[1].weight = nn.Parameter(torch.zeros(6, 3).t())  # type: ignore[index, union-attr]
+    module.get_submodule("1").weight = nn.Parameter(torch.zeros(6, 3).t())
     return module
 
 
@@ -46,13 +47,13 @@ def one_less() -> nn.Module:
 
 def other_dtype() -> nn.Module:
     module = base()
-    module[1].double()  # type: ignore[index, operator]
+    module.get_submodule("1").double()
     return module
 
 
 def other_requires_grad() -> nn.Module:
     module = base()
-    module[1].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    module.get_parameter("1.weight").requires_grad_(False)
     return module
 
 

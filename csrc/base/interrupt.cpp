@@ -6,12 +6,17 @@ namespace pydist {
 
 namespace {
 std::atomic<void (*)()> installed_check{nullptr};
-}
+thread_local bool checks_off = false;
+}  // namespace
 
 void set_interrupt_check(void (*check)()) { installed_check.store(check); }
 
 void check_interrupt() {
+  if (checks_off) return;
   if (auto* check = installed_check.load()) check();
 }
+
+WithoutInterrupts::WithoutInterrupts() { checks_off = true; }
+WithoutInterrupts::~WithoutInterrupts() { checks_off = false; }
 
 }  // namespace pydist

@@ -9,4 +9,12 @@ void set_interrupt_check(void (*check)());
 // Runs the installed check, if any. Called by waits about ten times a second.
 void check_interrupt();
 
+// The thread runs no checks while one lives: the engine's own threads handle no signals, and must
+// not enter Python while it ends.
+class WithoutInterrupts {
+ public:
+  WithoutInterrupts();
+  ~WithoutInterrupts();
+};
+
 }  // namespace pydist

@@ -1,4 +1,5 @@
-// Carries typed errors through torch's autograd engine, which would turn them into plain RuntimeErrors.
+// Carries typed errors through torch's autograd engine, which would turn them into plain
+// RuntimeErrors.
 #pragma once
 
 #include <exception>

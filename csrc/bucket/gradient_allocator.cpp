@@ -61,7 +61,8 @@ class ArenaAwareAllocator final : public c10::Allocator {
       }
     }
     c10::DataPtr data = base_->allocate(nbytes);
-    // The base promises, by its raw_deleter, that its context is the pointer; so ours may free what it allocates.
+    // The base promises, by its raw_deleter, that its context is the pointer; so ours may free what
+    // it allocates.
     (void)data.compare_exchange_deleter(base_deleter, &free_block);
     return data;
   }
@@ -99,7 +100,8 @@ std::string install_once() {
   if (probe.get() != probe.get_context() || probe.get_deleter() != base_deleter) {
     return "torch's CPU allocator hands out blocks that its raw deleter cannot free";
   }
-  // Leaked: storages keep pointers to it. Priority 0 is what other libraries use, so whoever installs later wins.
+  // Leaked: storages keep pointers to it. Priority 0 is what other libraries use, so whoever
+  // installs later wins.
   c10::SetCPUAllocator(new ArenaAwareAllocator(base), 0);
   return "";
 }

@@ -1,9 +1,11 @@
-// Lets autograd write gradients straight into the arena: torch's CPU allocator with an exception for expected sizes.
+// Lets autograd write gradients straight into the arena: torch's CPU allocator with an exception
+// for expected sizes.
 //
-// Installed once and never removed: oneDNN frees through whatever allocator is current at that moment, and every storage keeps a
-// pointer to the allocator that made it. It delegates to the allocator that was there before, except while armed on the calling
-// thread, when a request for exactly the size of a gradient that is still expected is served from the arena. Blocks of both kinds
-// carry the same deleter, which tells them apart by address.
+// Installed once and never removed: oneDNN frees through whatever allocator is current at that
+// moment, and every storage keeps a pointer to the allocator that made it. It delegates to the
+// allocator that was there before, except while armed on the calling thread, when a request for
+// exactly the size of a gradient that is still expected is served from the arena. Blocks of both
+// kinds carry the same deleter, which tells them apart by address.
 #pragma once
 
 #include <cstddef>
@@ -15,11 +17,13 @@ namespace pydist {
 
 class GradientAllocator {
  public:
-  // Installs at the first call. Returns an empty string, or why gradients cannot be born in the arena here.
+  // Installs at the first call. Returns an empty string, or why gradients cannot be born in the
+  // arena here.
   static const std::string& install();
 };
 
-// The sizes that the allocator serves from the arena; armed on one thread at a time, cheap to copy around.
+// The sizes that the allocator serves from the arena; armed on one thread at a time, cheap to copy
+// around.
 class ExpectedSizes {
  public:
   ExpectedSizes();

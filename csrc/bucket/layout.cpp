@@ -8,7 +8,8 @@ namespace pydist {
 std::vector<Unit> make_layout(const std::vector<ParameterSpec>& parameters,
                               const std::vector<int>& order, const LayoutOptions& options) {
   std::vector<Unit> units;
-  std::map<std::pair<DType, int>, size_t> open;  // (dtype, group) -> index of the bucket being filled
+  std::map<std::pair<DType, int>, size_t>
+      open;  // (dtype, group) -> index of the bucket being filled
   size_t cap_nbytes = options.first_cap_nbytes;
   for (const int index : order) {
     const ParameterSpec& parameter = parameters[index];

@@ -1,7 +1,8 @@
 // Which parameters' gradients travel together. Pure.
 //
-// A unit is what is published and reduced at a time. A large gradient is a unit of its own, so that it can be reduced where
-// autograd wrote it; small ones share a unit, a bucket, into which they are packed one after the other.
+// A unit is what is published and reduced at a time. A large gradient is a unit of its own, so that
+// it can be reduced where autograd wrote it; small ones share a unit, a bucket, into which they are
+// packed one after the other.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +13,8 @@
 
 namespace pydist {
 
-// What a layout needs to know of one parameter; complex ones are given as twice as many real elements.
+// What a layout needs to know of one parameter; complex ones are given as twice as many real
+// elements.
 struct ParameterSpec {
   int64_t num_elements = 0;
   DType dtype = DType::kFloat32;
@@ -36,13 +38,16 @@ struct Unit {
 };
 
 struct LayoutOptions {
-  size_t alone_nbytes = size_t{32} << 10;       // gradients of at least this size are units of their own; SIZE_MAX: none
+  size_t alone_nbytes =
+      size_t{32} << 10;  // gradients of at least this size are units of their own; SIZE_MAX: none
   size_t bucket_cap_nbytes = size_t{25} << 20;  // a bucket is closed once it has reached this size
-  size_t first_cap_nbytes = size_t{25} << 20;   // of the first bucket, which gates the start of communication
+  size_t first_cap_nbytes = size_t{25}
+                            << 20;  // of the first bucket, which gates the start of communication
 };
 
-// Fills units in the given order of parameters. Every parameter with elements is in exactly one unit; those without are in none.
-// A parameter is never split, so a bucket may exceed its cap by one parameter.
+// Fills units in the given order of parameters. Every parameter with elements is in exactly one
+// unit; those without are in none. A parameter is never split, so a bucket may exceed its cap by
+// one parameter.
 std::vector<Unit> make_layout(const std::vector<ParameterSpec>& parameters,
                               const std::vector<int>& order, const LayoutOptions& options);
 

@@ -172,7 +172,8 @@ void ProcessGroupRound::raise_failed(const std::string& operation) {
                          operation, ", and the process group cannot be used any more"));
 }
 
-// The process group says that a connection broke, not whose: a peer that raised has told the store, one that died has not.
+// The process group says that a connection broke, not whose: a peer that raised has told the store,
+// one that died has not.
 void ProcessGroupRound::raise_lost(const std::string& operation, const char* cause) {
   const double deadline_s = monotonic_s() + kCheck_s;
   while (monotonic_s() < deadline_s) {
@@ -181,8 +182,8 @@ void ProcessGroupRound::raise_lost(const std::string& operation, const char* cau
   }
   failure_ = concat("a peer died or left: ", cause);
   fail(concat(describe(rank()), " lost a peer (", cause, ")"));
-  throw PeerError(concat(failure_, "; ", describe(rank()), " raises in round ", round_, ", ",
-                         operation));
+  throw PeerError(
+      concat(failure_, "; ", describe(rank()), " raises in round ", round_, ", ", operation));
 }
 
 void ProcessGroupRound::fail(const std::string& reason) noexcept {
@@ -190,7 +191,8 @@ void ProcessGroupRound::fail(const std::string& reason) noexcept {
   try {
     if (!store_->check("failure")) store_->set("failure", reason);
   } catch (const std::exception&) {
-    // The store is gone together with the rank that kept it; peers learn from their broken connections.
+    // The store is gone together with the rank that kept it; peers learn from their broken
+    // connections.
   }
 }
 

@@ -1,11 +1,12 @@
-// The round over a torch process group: the fallback for ranks that share no memory. One all-reduce per unit, in unit order.
+// The round over a torch process group: the fallback for ranks that share no memory. One all-reduce
+// per unit, in unit order.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <memory>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "bucket/round.h"

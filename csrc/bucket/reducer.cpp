@@ -45,7 +45,8 @@ RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
     // A bucket that `.grad` are views of has one dtype, complex or real.
     spec.group = options.bucket_view && parameters[i].is_complex() ? 1 : 0;
     specs.push_back(spec);
-    order.push_back(static_cast<int>(parameters.size() - 1 - i));  // backward roughly reverses forward
+    order.push_back(
+        static_cast<int>(parameters.size() - 1 - i));  // backward roughly reverses forward
   }
   LayoutOptions layout = options.layout;
   if (options.bucket_view) layout.alone_nbytes = SIZE_MAX;
@@ -56,9 +57,9 @@ RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
     const std::string& first = names[unit.members.front().parameter];
     round.unit_names.push_back(unit.members.size() == 1
                                    ? "parameter " + first
-                                   : concat("a bucket of ", unit.members.size(),
-                                            " parameters (", first, " to ",
-                                            names[unit.members.back().parameter], ")"));
+                                   : concat("a bucket of ", unit.members.size(), " parameters (",
+                                            first, " to ", names[unit.members.back().parameter],
+                                            ")"));
   }
   return round;
 }
@@ -94,8 +95,8 @@ Reducer::~Reducer() {
   detach_hooks();
 }
 
-// Closes the round when the graph task ends. When backward raises, autograd destroys the callback without running it: then peers
-// must learn at once that this rank's gradients will never come.
+// Closes the round when the graph task ends. When backward raises, autograd destroys the callback
+// without running it: then peers must learn at once that this rank's gradients will never come.
 class RoundGuard {
  public:
   explicit RoundGuard(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
@@ -123,7 +124,8 @@ void Reducer::arm() {
   expected_.arm(sizes);
 }
 
-// True if the graph task that is running accumulates into at least one of the parameters: torch.autograd.grad does not.
+// True if the graph task that is running accumulates into at least one of the parameters:
+// torch.autograd.grad does not.
 bool Reducer::task_accumulates() const {
   const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
   if (exec_info == nullptr || exec_info->empty()) return true;  // a plain backward()
@@ -185,7 +187,8 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
                "(an optimizer step in backward, say), but ranks have not averaged it yet; step "
                "the optimizer after backward()");
   PYDIST_CHECK(gradient.layout() == at::kStrided, UsageError, "the gradient of parameter ",
-               parameter.name, " is sparse; sparse gradients cannot be reduced yet, build the "
+               parameter.name,
+               " is sparse; sparse gradients cannot be reduced yet, build the "
                "module with sparse=False");
   if (states_[parameter.unit].published) {
     record_.again.set(index);
@@ -258,7 +261,8 @@ void Reducer::close_round() {
   open_ = false;
 }
 
-// Ranks that had a second gradient give it, the others zeros; `again` is the same on all ranks, so all reduce the same units.
+// Ranks that had a second gradient give it, the others zeros; `again` is the same on all ranks, so
+// all reduce the same units.
 void Reducer::second_round(const Bitmap& again) {
   const at::NoGradGuard no_grad;
   std::vector<std::pair<int, at::Tensor>> firsts;
@@ -314,10 +318,10 @@ void Reducer::check_trainable(const std::vector<RoundRecord>& records) const {
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const bool here = records[r].trainable.test(static_cast<int>(i));
       PYDIST_CHECK(here == records[0].trainable.test(static_cast<int>(i)), MismatchError,
-                   "parameter ", parameters_[i].name, " of ", options_.name, " has requires_grad=",
-                   here ? "True" : "False", " on ", round_->describe(static_cast<int>(r)),
-                   ", but the opposite on ", round_->describe(0),
-                   "; freeze and unfreeze the same parameters on every rank");
+                   "parameter ", parameters_[i].name, " of ", options_.name,
+                   " has requires_grad=", here ? "True" : "False", " on ",
+                   round_->describe(static_cast<int>(r)), ", but the opposite on ",
+                   round_->describe(0), "; freeze and unfreeze the same parameters on every rank");
     }
   }
 }

@@ -1,17 +1,21 @@
-// Turns a module's backward into rounds: watches its parameters and outputs, publishes gradients, leaves means in `.grad`.
+// Turns a module's backward into rounds: watches its parameters and outputs, publishes gradients,
+// leaves means in `.grad`.
 //
-// A pre-hook on the grad_fn of a wrapped forward's outputs marks the start of a backward and opens a round; a post-hook on each
-// parameter's AccumulateGrad node marks a gradient as ready; a callback that the outermost graph task runs at its end closes the
-// round. In between, units are published as they become ready:
+// A pre-hook on the grad_fn of a wrapped forward's outputs marks the start of a backward and opens
+// a round; a post-hook on each parameter's AccumulateGrad node marks a gradient as ready; a
+// callback that the outermost graph task runs at its end closes the round. In between, units are
+// published as they become ready:
 //
-//   alone unit    zero-copy if the gradient lies in the arena and this process provably holds its memory alone,
+//   alone unit    zero-copy if the gradient lies in the arena and this process provably holds its
+//   memory alone,
 //                 else packed into the unit's own memory and copied back
 //   bucket        packed once all its trainable members are ready
 //
-// At the end ranks agree on who used which parameter. A parameter used on any rank is averaged over all of them: whoever did not
-// use it contributes its current `.grad`, zeros where there is none. A parameter used nowhere keeps its `.grad` as it was. A
-// parameter that became ready again after its unit was published (reentrant checkpointing) got a fresh `.grad` from autograd
-// meanwhile; those are reduced in a second round, and added.
+// At the end ranks agree on who used which parameter. A parameter used on any rank is averaged over
+// all of them: whoever did not use it contributes its current `.grad`, zeros where there is none. A
+// parameter used nowhere keeps its `.grad` as it was. A parameter that became ready again after its
+// unit was published (reentrant checkpointing) got a fresh `.grad` from autograd meanwhile; those
+// are reduced in a second round, and added.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,7 +45,7 @@ struct ReducerOptions {
 // What the reducer did since it was made.
 struct ReducerCounters {
   uint64_t num_rounds = 0;
-  uint64_t born_nbytes = 0;  // reduced where autograd wrote them
+  uint64_t born_nbytes = 0;                       // reduced where autograd wrote them
   std::map<std::string, uint64_t> packed_nbytes;  // copied, by reason
 };
 
@@ -56,8 +60,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
           std::vector<Unit> units, std::unique_ptr<Round> round, ReducerOptions options);
   ~Reducer();
 
-  // To be called after every forward with the outputs' tensors: a backward that starts from one of them is a round if
-  // `synchronize`, else it only accumulates. Raises PeerError where the group has failed.
+  // To be called after every forward with the outputs' tensors: a backward that starts from one of
+  // them is a round if `synchronize`, else it only accumulates. Raises PeerError where the group
+  // has failed.
   void watch(const std::vector<at::Tensor>& outputs, bool synchronize);
   // Removes every hook; the module may live on.
   void detach_hooks();
@@ -65,7 +70,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const ReducerCounters& counters() const { return counters_; }
   const Round& round() const { return *round_; }
   const std::vector<Unit>& units() const { return units_; }
-  // In the last round no rank used some trainable parameter; or the set of used ones differs from the first round's. Cheap.
+  // In the last round no rank used some trainable parameter; or the set of used ones differs from
+  // the first round's. Cheap.
   bool last_round_had_unused() const { return last_had_unused_; }
   bool last_round_changed() const { return !(used_by_any_ == used_first_); }
   // Parameters that no rank used in the last round.
@@ -86,21 +92,21 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     at::Tensor variable;
     std::string name;
     int unit = -1;
-    int64_t begin = 0;         // first element within the unit
+    int64_t begin = 0;  // first element within the unit
     size_t nbytes = 0;
-    bool dense = true;         // strides cover the storage without gaps or overlap
-    Accumulator accumulator;   // null until it requires grad
+    bool dense = true;        // strides cover the storage without gaps or overlap
+    Accumulator accumulator;  // null until it requires grad
     torch::autograd::FunctionPreHook* pre_hook = nullptr;
     uintptr_t post_hook = 0;
     // Of this round:
     bool ready = false;
-    at::Tensor aside;          // `.grad` while its memory is published and autograd fills another
+    at::Tensor aside;  // `.grad` while its memory is published and autograd fills another
   };
   struct UnitState {
-    int missing = 0;              // trainable members that are not ready
+    int missing = 0;  // trainable members that are not ready
     bool published = false;
-    void* in_place = nullptr;     // the gradient's own memory, pinned
-    at::Tensor bucket;            // bucket_view: what `.grad` are views of
+    void* in_place = nullptr;  // the gradient's own memory, pinned
+    at::Tensor bucket;         // bucket_view: what `.grad` are views of
   };
 
   void hook_parameters();
@@ -112,7 +118,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void abandon_round(const std::string& reason) noexcept;
   void publish_ready(int index, const std::vector<at::Tensor>& incoming);
   void publish_packed(int unit, const char* reason);
-  // Publishes what this rank still owes: units with a wanted member; all units where `wanted` is null.
+  // Publishes what this rank still owes: units with a wanted member; all units where `wanted` is
+  // null.
   void publish_missing(const Bitmap* wanted);
   void second_round(const Bitmap& again);
   Bitmap trainable() const;
@@ -143,9 +150,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Bitmap used_by_any_;
   Bitmap used_first_;
   bool last_had_unused_ = false;
-  bool open_ = false;      // a round is going on
-  int armed_task_ = -1;    // graph task of a backward that only accumulates
-  bool expecting_ = false; // the last synchronising forward has not led to a round yet
+  bool open_ = false;       // a round is going on
+  int armed_task_ = -1;     // graph task of a backward that only accumulates
+  bool expecting_ = false;  // the last synchronising forward has not led to a round yet
 };
 
 }  // namespace pydist

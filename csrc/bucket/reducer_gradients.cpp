@@ -1,4 +1,5 @@
-// How gradients become units and units become gradients: the reducer's copies, and its proof that none is needed.
+// How gradients become units and units become gradients: the reducer's copies, and its proof that
+// none is needed.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -9,9 +10,9 @@
 #include <cstring>
 
 #include "base/check.h"
-#include "transport/arena.h"
 #include "bucket/pack.h"
 #include "bucket/reducer.h"
+#include "transport/arena.h"
 
 namespace pydist {
 
@@ -26,10 +27,11 @@ bool same_layout(const at::Tensor& variable, const at::Tensor& gradient) {
 
 }  // namespace
 
-// Reducing in place overwrites the gradient's memory, so this process must hold that memory alone: another tensor on the same
-// storage (a second parameter's gradient, an activation's gradient that still travels on, what a hook kept) would silently
-// change. Autograd steals by looking at tensors, not at storages, so we count the storage's users: `gradient` is one; the
-// incoming tensor it was detached from, which dies with this node, may be the second, and its base the third.
+// Reducing in place overwrites the gradient's memory, so this process must hold that memory alone:
+// another tensor on the same storage (a second parameter's gradient, an activation's gradient that
+// still travels on, what a hook kept) would silently change. Autograd steals by looking at tensors,
+// not at storages, so we count the storage's users: `gradient` is one; the incoming tensor it was
+// detached from, which dies with this node, may be the second, and its base the third.
 const char* Reducer::why_not_in_place(const Parameter& parameter, const at::Tensor& gradient,
                                       const std::vector<at::Tensor>& incoming) const {
   if (!round_->reaches(gradient.data_ptr())) return "not in the arena";
@@ -84,7 +86,8 @@ at::Tensor Reducer::bucket_of(int unit) {
   return state.bucket;
 }
 
-// A tensor on the bucket's storage that autograd does not regard as a view, so that users may detach_() it.
+// A tensor on the bucket's storage that autograd does not regard as a view, so that users may
+// detach_() it.
 at::Tensor Reducer::view_of(const Parameter& parameter) {
   const at::Tensor bucket = bucket_of(parameter.unit);
   const at::Tensor& variable = parameter.variable;
@@ -99,7 +102,8 @@ at::Tensor Reducer::view_of(const Parameter& parameter) {
   return view;
 }
 
-// Writes every member's contribution: its current `.grad`, zeros where there is none; or, in the second round, what came again.
+// Writes every member's contribution: its current `.grad`, zeros where there is none; or, in the
+// second round, what came again.
 void Reducer::pack_unit(int unit, bool only_again) {
   const at::NoGradGuard no_grad;
   std::vector<PackItem> items;
@@ -172,7 +176,8 @@ void Reducer::deliver_packed(Parameter& parameter, UnitState& state) {
   }
 }
 
-// The unit's memory holds the mean of what came again; `first` the bucket of the first round where `.grad` are views of it.
+// The unit's memory holds the mean of what came again; `first` the bucket of the first round where
+// `.grad` are views of it.
 void Reducer::add_second(int unit, const Bitmap& again, const at::Tensor& first) {
   if (first.defined()) bucket_of(unit).add_(first);
   for (const Member& member : units_[unit].members) {

@@ -1,4 +1,5 @@
-// The reducer's hooks on autograd nodes. Hooks outlive the wrapper on graphs and on the module, so they hold it weakly.
+// The reducer's hooks on autograd nodes. Hooks outlive the wrapper on graphs and on the module, so
+// they hold it weakly.
 #include <torch/csrc/autograd/function_hook.h>
 
 #include <algorithm>
@@ -81,9 +82,10 @@ void Reducer::detach_hooks() {
   for (Parameter& parameter : parameters_) {
     if (parameter.accumulator == nullptr) continue;
     auto& pre_hooks = parameter.accumulator->pre_hooks();
-    pre_hooks.erase(std::remove_if(pre_hooks.begin(), pre_hooks.end(),
-                                   [&](const auto& hook) { return hook.get() == parameter.pre_hook; }),
-                    pre_hooks.end());
+    pre_hooks.erase(
+        std::remove_if(pre_hooks.begin(), pre_hooks.end(),
+                       [&](const auto& hook) { return hook.get() == parameter.pre_hook; }),
+        pre_hooks.end());
     parameter.accumulator->del_post_hook(parameter.post_hook);
     parameter.accumulator = Accumulator();
   }

@@ -1,7 +1,9 @@
-// One backward's worth of reductions: the interface that the reducer drives, one implementation per transport.
+// One backward's worth of reductions: the interface that the reducer drives, one implementation per
+// transport.
 //
-// In every round each rank publishes units as they become ready, in any order; end() agrees on what happened in the round; then
-// every rank publishes the units that it still owes, and finish() waits until all are reduced, in place, to the mean.
+// In every round each rank publishes units as they become ready, in any order; end() agrees on what
+// happened in the round; then every rank publishes the units that it still owes, and finish() waits
+// until all are reduced, in place, to the mean.
 #pragma once
 
 #include <cstdint>
@@ -51,6 +53,9 @@ struct RoundOptions {
   std::vector<std::string> unit_names;  // for messages
   int num_parameters = 0;
   double timeout_s = 1800;
+  // Called between the claim of a chunk and its reduction; for tests that delay or kill a rank
+  // there.
+  void (*on_chunk)() = nullptr;
 };
 
 class Round {
@@ -61,7 +66,8 @@ class Round {
   // "rank 1 (pid 1234)".
   virtual std::string describe(int rank) const = 0;
 
-  // Where the unit's elements may be written before publish(): this rank's own memory, 64-byte aligned, made at first use.
+  // Where the unit's elements may be written before publish(): this rank's own memory, 64-byte
+  // aligned, made at first use.
   virtual void* unit_memory(int unit) = 0;
   // Keeps the unit's memory in place even when the round is gone.
   virtual std::shared_ptr<void> hold_memory(int unit) = 0;
@@ -71,7 +77,8 @@ class Round {
   virtual bool publishes_all() const = 0;
 
   virtual void begin() = 0;
-  // Hands the unit over: nobody but the round may touch `data` until finish() has returned or drain() has.
+  // Hands the unit over: nobody but the round may touch `data` until finish() has returned or
+  // drain() has.
   virtual void publish(int unit, void* data) = 0;
   // Does what can be done without waiting.
   virtual void progress() = 0;
@@ -84,7 +91,8 @@ class Round {
   virtual void check() = 0;
   // Tells all ranks that this one gives up, for good. Never throws.
   virtual void fail(const std::string& reason) noexcept = 0;
-  // After a failure: waits until no peer touches this rank's memory any more; false if that cannot be known.
+  // After a failure: waits until no peer touches this rank's memory any more; false if that cannot
+  // be known.
   virtual bool drain() noexcept = 0;
 
   double wait_s() const { return wait_s_; }

@@ -15,7 +15,8 @@ namespace pydist {
 
 namespace {
 
-// Small enough to share the work and stay in a core's own cache with all its copies, large enough that a claim costs nothing.
+// Small enough to share the work and stay in a core's own cache with all its copies, large enough
+// that a claim costs nothing.
 constexpr size_t kChunkNbytes = size_t{64} << 10;
 constexpr int kRoundShift = 20;
 constexpr uint64_t kNextMask = (uint64_t{1} << kRoundShift) - 1;
@@ -147,6 +148,7 @@ bool SharedRound::work(int unit) {
                                                     std::memory_order_acq_rel)) {
       continue;
     }
+    if (options_.on_chunk != nullptr) options_.on_chunk();
     reduce_chunk(unit, next);
     std::atomic<uint64_t>& mine = done(rank(), unit).value;
     mine.store(mine.load(std::memory_order_relaxed) + 1, std::memory_order_release);
@@ -157,7 +159,8 @@ bool SharedRound::work(int unit) {
   return true;
 }
 
-// Offsets are read only here, after the claim: before it a slot might still be rewritten for a later round.
+// Offsets are read only here, after the claim: before it a slot might still be rewritten for a
+// later round.
 void SharedRound::reduce_chunk(int unit, uint64_t chunk) {
   const Unit& what = options_.units[unit];
   const size_t element_nbytes = dtype_nbytes(what.dtype);
@@ -195,7 +198,8 @@ void SharedRound::write_record(const RoundRecord& mine) {
   }
 }
 
-// A record of this parity is rewritten two rounds later, which its writer cannot reach before we have ended the next one.
+// A record of this parity is rewritten two rounds later, which its writer cannot reach before we
+// have ended the next one.
 void SharedRound::read_records() {
   for (int r = 0; r < size(); ++r) {
     const uint64_t* in = record(r);
@@ -233,9 +237,11 @@ void SharedRound::finish() {
     board_->wait(
         [this, unit] {
           work_on_open_units(open_.size());
+          // First this: a peer that is through may have published the unit for the next round
+          // already.
+          if (done_chunks(unit) >= total_chunks_[unit]) return Board::kNobody;
           const int missing = first_unpublished(unit);
-          if (missing != Board::kNobody) return missing;
-          return done_chunks(unit) >= total_chunks_[unit] ? Board::kNobody : Board::kAnybody;
+          return missing == Board::kNobody ? Board::kAnybody : missing;
         },
         [this, unit] { return operation("reducing", unit); });
     moved_nbytes_ += options_.units[unit].nbytes();

@@ -1,18 +1,21 @@
 // The round over shared memory: whoever is idle reduces, in place, in all ranks' arenas. No torch.
 //
-// Every rank publishes its units on the group's board, as offsets into its own arena. Once all ranks have published a unit, any
-// rank may claim one of its chunks, read it from every rank's arena, add in rank order, and write the mean back to all.
+// Every rank publishes its units on the group's board, as offsets into its own arena. Once all
+// ranks have published a unit, any rank may claim one of its chunks, read it from every rank's
+// arena, add in rank order, and write the mean back to all.
 //
 //   slot[r][u]   {published, offset}  writer r       offset, then published = round (release)
-//   claim[u]     round << 20 | next   CAS by anyone  a word of an older round counts as next = 0: nothing is ever reset
-//   done[r][u]   chunks               writer r       cumulative; the sum over r is compared with a running total
-//   ended[r]     round                writer r       record[r][round & 1], then ended = round (release)
-//   busy[r]      0 or 1               writer r       1 while r may touch other ranks' memory
+//   claim[u]     round << 20 | next   CAS by anyone  a word of an older round counts as next = 0:
+//   nothing is ever reset done[r][u]   chunks               writer r       cumulative; the sum over
+//   r is compared with a running total ended[r]     round                writer r record[r][round &
+//   1], then ended = round (release) busy[r]      0 or 1               writer r       1 while r may
+//   touch other ranks' memory
 //
-// A rank touches a peer's block only between a claim of that block's round and the matching `done`. The owner reuses a block
-// only after all chunks are done, or after the board has failed and nobody is busy: `busy` and the board's failure word form a
-// store-load pair on both sides, hence seq_cst. Each chunk is summed once, in rank order, by the same kernel, from inputs that
-// no longer change, so who does it, and when, cannot change a bit.
+// A rank touches a peer's block only between a claim of that block's round and the matching `done`.
+// The owner reuses a block only after all chunks are done, or after the board has failed and nobody
+// is busy: `busy` and the board's failure word form a store-load pair on both sides, hence seq_cst.
+// Each chunk is summed once, in rank order, by the same kernel, from inputs that no longer change,
+// so who does it, and when, cannot change a bit.
 #pragma once
 
 #include <atomic>

@@ -15,12 +15,14 @@ namespace {
 
 constexpr double kQuietLimit_s = 10;  // far longer than any chunk takes, unless a peer is stopped
 
-// How tensors are cut, for broadcast_many: FNV-1a over their sizes and dtypes.
+// How tensors are cut, for broadcast_many: FNV-1a over their sizes, dtypes and orders.
 uint64_t layout_hash(const std::vector<Buffer>& buffers) {
   uint64_t hash = 0xcbf29ce484222325;
   for (const Buffer& buffer : buffers) {
-    hash = (hash ^ static_cast<uint64_t>(buffer.num_elements)) * 0x100000001b3;
-    hash = (hash ^ static_cast<uint64_t>(buffer.dtype)) * 0x100000001b3;
+    for (uint64_t word : {static_cast<uint64_t>(buffer.num_elements),
+                          static_cast<uint64_t>(buffer.dtype), buffer.order}) {
+      hash = (hash ^ word) * 0x100000001b3;
+    }
   }
   return hash;
 }
@@ -201,8 +203,8 @@ std::string ShmCommunicator::why_invalid(const Collective& collective, const Cal
         }
       }
       return "";
-    case Operation::kBarrier:
-    case Operation::kInvalid: return "";
+    case Operation::kBarrier: return "";
+    case Operation::kInvalid: return collective.why;
   }
   return "";
 }
@@ -219,6 +221,7 @@ void ShmCommunicator::refuse(const Call& call, const std::string& reason) {
     } catch (const MismatchError&) {  // certain, and less helpful than our own error
     }
   }
+  if (call.operation == Operation::kInvalid) throw UsageError(reason);
   throw UsageError(concat(call.describe(), ": ", reason));
 }
 

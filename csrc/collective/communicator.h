@@ -31,6 +31,7 @@ namespace pydist {
 //   kAllReduce      output, in place          kBroadcast      output (the root's is the source)
 //   kReduceScatter  input -> output           kBroadcastMany  buffers
 //   kAllGather      input -> output           kAllToAll       input, input_splits -> output, output_splits (in elements)
+//   kInvalid        why: what is wrong with a call that came no further, so that peers raise instead of waiting for it
 struct Collective {
   Operation operation = Operation::kBarrier;
   ReduceOp op = ReduceOp::kSum;
@@ -40,6 +41,7 @@ struct Collective {
   std::vector<Buffer> buffers = {};
   std::vector<int64_t> input_splits = {};
   std::vector<int64_t> output_splits = {};
+  std::string why = {};
 };
 
 class ShmCommunicator {

@@ -116,6 +116,7 @@ void OperationQueue::wake() {
 }
 
 void OperationQueue::work() {
+  const WithoutInterrupts without_interrupts;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     changed_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });

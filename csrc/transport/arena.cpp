@@ -34,7 +34,8 @@ size_t limit_of(int resource) {
   return limit.rlim_cur;
 }
 
-// Address space to reserve: the machine's memory, as far as limits on files and address space allow.
+// Address space to reserve: the machine's memory, as far as limits on files and address space
+// allow.
 size_t choose_capacity() {
   const size_t physical = static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * kPageNbytes;
   const size_t file_limit = limit_of(RLIMIT_FSIZE);
@@ -109,8 +110,8 @@ void Arena::before_fork() { if_exists()->mutex_.lock(); }
 
 void Arena::after_fork_in_parent() { if_exists()->mutex_.unlock(); }
 
-// A child keeps its parent's tensors readable, but what it writes stays private. (Not a snapshot: pages that the child has
-// not yet written may show what the parent and its peers write later.)
+// A child keeps its parent's tensors readable, but what it writes stays private. (Not a snapshot:
+// pages that the child has not yet written may show what the parent and its peers write later.)
 void Arena::after_fork_in_child() {
   Arena* arena = if_exists();
   void* mapped = ::mmap(arena->base_, arena->capacity_, PROT_READ | PROT_WRITE,
@@ -122,8 +123,8 @@ void Arena::after_fork_in_child() {
 bool Arena::commit(size_t end_offset) noexcept {
   if (end_offset <= committed_) return true;
   const size_t extent = std::clamp(committed_ / 4, kMinExtentNbytes, kMaxExtentNbytes);
-  const size_t generous = std::min(capacity_, round_up(std::max(end_offset, committed_ + extent),
-                                                       kMinExtentNbytes));
+  const size_t generous =
+      std::min(capacity_, round_up(std::max(end_offset, committed_ + extent), kMinExtentNbytes));
   const size_t exact = std::min(capacity_, round_up(end_offset, kPageNbytes));
   for (const size_t end : {generous, exact}) {
     if (allocate_pages(fd_.get(), committed_, end) == 0) {

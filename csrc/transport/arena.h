@@ -1,7 +1,8 @@
 // This process's arena: memory that its peers can reach, in one sealed memfd.
 //
-// Address space is reserved once; memory is had from the kernel in extents as blocks reach further, so that lack of it is an
-// error here and never SIGBUS. The first page is the control page that peers read: token and life mutex.
+// Address space is reserved once; memory is had from the kernel in extents as blocks reach further,
+// so that lack of it is an error here and never SIGBUS. The first page is the control page that
+// peers read: token and life mutex.
 #pragma once
 
 #include <pthread.h>
@@ -24,17 +25,20 @@ using Token = std::array<uint8_t, 16>;
 // Random, from the kernel.
 Token make_token();
 
-// Anonymous shared memory of a fixed, sealed size; it takes no memory until charged. Raises ResourceError.
+// Anonymous shared memory of a fixed, sealed size; it takes no memory until charged. Raises
+// ResourceError.
 Fd make_memfd(const char* name, size_t nbytes);
 
-// Takes the pages from the system now, so that touching them cannot fail. Raises ResourceError with the remedy.
+// Takes the pages from the system now, so that touching them cannot fail. Raises ResourceError with
+// the remedy.
 void charge_memory(const Fd& fd, size_t begin, size_t end);
 
 // The first page of every arena.
 struct ArenaControl {
   Token token;
   int32_t pid;
-  // Robust and process-shared, held for life by the endpoint's thread: the kernel marks it when that thread dies.
+  // Robust and process-shared, held for life by the endpoint's thread: the kernel marks it when
+  // that thread dies.
   pthread_mutex_t life;
 };
 
@@ -56,14 +60,18 @@ class Arena {
     const auto* byte = static_cast<const uint8_t*>(pointer);
     return byte >= base_ && byte < base_ + capacity_;
   }
-  uint64_t offset_of(const void* pointer) const { return static_cast<const uint8_t*>(pointer) - base_; }
+  uint64_t offset_of(const void* pointer) const {
+    return static_cast<const uint8_t*>(pointer) - base_;
+  }
 
-  // Memory aligned to 64 bytes, not initialised. try_allocate returns null where none can be had; allocate raises ResourceError.
+  // Memory aligned to 64 bytes, not initialised. try_allocate returns null where none can be had;
+  // allocate raises ResourceError.
   void* try_allocate(size_t nbytes) noexcept;
   void* allocate(size_t nbytes);
   // Any thread. A pinned block is given back when its last pin goes.
   void deallocate(void* pointer) noexcept;
-  // Keeps the block that starts at pointer from being reused, whatever happens to its tensor. Counted.
+  // Keeps the block that starts at pointer from being reused, whatever happens to its tensor.
+  // Counted.
   void pin(void* pointer);
   void unpin(void* pointer) noexcept;
 

@@ -11,8 +11,7 @@ BlockAllocator::BlockAllocator(size_t begin, size_t end) : high_water_(begin) {
 }
 
 std::optional<size_t> BlockAllocator::allocate(size_t nbytes) {
-  const size_t rounded =
-      std::max(kAlignment, (nbytes + kAlignment - 1) / kAlignment * kAlignment);
+  const size_t rounded = std::max(kAlignment, (nbytes + kAlignment - 1) / kAlignment * kAlignment);
   if (rounded < nbytes) return std::nullopt;  // overflow
   auto found = free_by_size_.lower_bound({rounded, 0});
   if (found == free_by_size_.end()) return std::nullopt;

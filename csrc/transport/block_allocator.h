@@ -19,7 +19,8 @@ class BlockAllocator {
   // Offsets begin .. end; begin is a multiple of kAlignment.
   BlockAllocator(size_t begin, size_t end);
 
-  // The smallest free block that fits, lowest offset first among equals (so that memory stays low); none: nullopt.
+  // The smallest free block that fits, lowest offset first among equals (so that memory stays low);
+  // none: nullopt.
   std::optional<size_t> allocate(size_t nbytes);
   // Gives a block back, or, where it is pinned, leaves it until its last pin goes.
   void deallocate(size_t offset);
@@ -44,9 +45,9 @@ class BlockAllocator {
   void erase_free(size_t offset, size_t nbytes);
   void release(size_t offset);
 
-  std::map<size_t, size_t> free_by_offset_;            // offset -> nbytes
-  std::set<std::pair<size_t, size_t>> free_by_size_;   // (nbytes, offset)
-  std::unordered_map<size_t, Block> blocks_;           // live blocks
+  std::map<size_t, size_t> free_by_offset_;           // offset -> nbytes
+  std::set<std::pair<size_t, size_t>> free_by_size_;  // (nbytes, offset)
+  std::unordered_map<size_t, Block> blocks_;          // live blocks
   size_t used_nbytes_ = 0;
   size_t high_water_ = 0;
 };

@@ -31,13 +31,14 @@ void futex_wait(std::atomic<uint32_t>& word, uint32_t expected, double timeout_s
 }
 
 void futex_wake_all(std::atomic<uint32_t>& word) {
-  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr,
-            nullptr, 0);
+  ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr,
+            0);
 }
 
 }  // namespace
 
-// Written once, by the rank that wins the exchange on `failed`; `reason` is valid once `reason_ready` is set.
+// Written once, by the rank that wins the exchange on `failed`; `reason` is valid once
+// `reason_ready` is set.
 struct alignas(kCacheLineNbytes) Board::Header {
   std::atomic<uint64_t> failed;  // 0, or 1 + the rank that failed first
   std::atomic<uint32_t> reason_ready;
@@ -62,14 +63,15 @@ size_t Board::mapped_nbytes() const {
   return sizeof(Header) + options_.size * sizeof(Doorbell) + options_.payload_nbytes;
 }
 
-void Board::map(const Fd& fd) {
-  mapping_ = Mapping(fd.get(), mapped_nbytes(), ForkBehavior::kHide);
-  header_ = reinterpret_cast<Header*>(mapping_.data());
-  doorbells_ = reinterpret_cast<Doorbell*>(mapping_.data() + sizeof(Header));
+void Board::use(std::shared_ptr<Mapping> mapping) {
+  mapping_ = std::move(mapping);
+  header_ = reinterpret_cast<Header*>(mapping_->data());
+  doorbells_ = reinterpret_cast<Doorbell*>(mapping_->data() + sizeof(Header));
   payload_ = reinterpret_cast<uint8_t*>(doorbells_ + options_.size);
 }
 
-// Everybody has mapped the board once everybody has arrived; only then may its owner publish anything.
+// Everybody has mapped the board once everybody has arrived; only then may its owner publish
+// anything.
 void Board::arrive() {
   doorbells_[rank()].arrived.store(1, std::memory_order_release);
   ring();
@@ -92,8 +94,8 @@ std::string Board::describe(int r) const {
 }
 
 void Board::ring() {
-  // Pairs with the increment of `sleepers` in sleep(): either the sleeper sees the publication that precedes this fence, or
-  // we see the sleeper.
+  // Pairs with the increment of `sleepers` in sleep(): either the sleeper sees the publication that
+  // precedes this fence, or we see the sleeper.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int r = 0; r < size(); ++r) {
     Doorbell& doorbell = doorbells_[r];
@@ -165,7 +167,8 @@ void Board::check(const std::function<std::string()>& operation) {
 }
 
 void Board::check_process() const {
-  PYDIST_CHECK(!in_forked_child(), UsageError, name(), " belongs to the process that forked this one; ",
+  PYDIST_CHECK(!in_forked_child(), UsageError, name(),
+               " belongs to the process that forked this one; ",
                "a forked child (a DataLoader worker, say) must not communicate");
 }
 
@@ -193,15 +196,14 @@ bool Board::may_still_write(int r) const { return !peers_[r]->gone(); }
 void Board::raise_failed(const std::function<std::string()>& operation) {
   // The first to fail may be about to write its reason, or may have died before it could.
   const double deadline_s = monotonic_s() + 0.1;
-  while (header_->reason_ready.load(std::memory_order_acquire) == 0 &&
-         monotonic_s() < deadline_s) {
+  while (header_->reason_ready.load(std::memory_order_acquire) == 0 && monotonic_s() < deadline_s) {
     ::sched_yield();
   }
   const bool has_reason = header_->reason_ready.load(std::memory_order_acquire) != 0;
-  throw PeerError(concat(
-      has_reason ? std::string(header_->reason) : describe(failed_rank()) + " failed", "; ",
-      describe(rank()), " raises in ", operation(), ", and ", name(),
-      " cannot be used any more: make a new group or restart the job"));
+  throw PeerError(
+      concat(has_reason ? std::string(header_->reason) : describe(failed_rank()) + " failed", "; ",
+             describe(rank()), " raises in ", operation(), ", and ", name(),
+             " cannot be used any more: make a new group or restart the job"));
 }
 
 void Board::raise_timeout(int missing, const std::function<std::string()>& operation) {

@@ -1,13 +1,14 @@
-// One group's shared board: flags that all its ranks map, who failed, who is alive, and how to wait.
+// One group's shared board: flags that all its ranks map, who failed, who is alive, and how to
+// wait.
 //
-// A board is one sealed memfd, made by rank 0 and handed to the peers by descriptor. It starts with the group's failure
-// record and one line of doorbell per rank; the rest, the payload, belongs to the board's owner (a communicator or a
-// round), which lays it out as it likes.
+// A board is one sealed memfd, made by rank 0 and handed to the peers by descriptor. It starts with
+// the group's failure record and one line of doorbell per rank; the rest, the payload, belongs to
+// the board's owner (a communicator or a round), which lays it out as it likes.
 //
 //   | failure record | doorbell[0] .. doorbell[n-1] | payload ... |
 //
-// Rules for owners: every flag in the payload is an atomic on its own cache line with one writer, or says why not.
-// After publishing a flag call ring(); to wait for one call wait().
+// Rules for owners: every flag in the payload is an atomic on its own cache line with one writer,
+// or says why not. After publishing a flag call ring(); to wait for one call wait().
 #pragma once
 
 #include <atomic>
@@ -36,10 +37,10 @@ struct alignas(kCacheLineNbytes) Counter {
 struct BoardOptions {
   int rank = 0;
   int size = 1;
-  size_t payload_nbytes = 0;     // equal on all ranks; zero-filled, charged at once
-  double timeout_s = 1800;       // of set-up and of every wait
-  std::string name = "group";    // for messages: "the default group", "the reducer of MyModel"
-  std::vector<int> global_ranks; // for messages; empty: 0..size-1
+  size_t payload_nbytes = 0;      // equal on all ranks; zero-filled, charged at once
+  double timeout_s = 1800;        // of set-up and of every wait
+  std::string name = "group";     // for messages: "the default group", "the reducer of MyModel"
+  std::vector<int> global_ranks;  // for messages; empty: 0..size-1
 };
 
 class Board {
@@ -47,7 +48,8 @@ class Board {
   static constexpr int kNobody = -1;
   static constexpr int kAnybody = -2;
 
-  // Collective over all ranks. Raises HostError (below) on every rank where the ranks do not share a host.
+  // Collective over all ranks. Raises HostError (below) on every rank where the ranks do not share
+  // a host.
   static std::shared_ptr<Board> create(Store& store, const BoardOptions& options);
   ~Board();
   Board(const Board&) = delete;
@@ -66,14 +68,16 @@ class Board {
   // "rank 1 (pid 1234)"; a subgroup's rank also gets its global rank.
   std::string describe(int r) const;
 
-  // Wakes the peers that sleep on this board. Call after every publication; costs a fence and a load per peer.
+  // Wakes the peers that sleep on this board. Call after every publication; costs a fence and a
+  // load per peer.
   void ring();
 
-  // Blocks until awaited() returns kNobody; otherwise it returns the rank that is missing, or kAnybody where any peer's death
-  // would mean waiting in vain. It is called often.
-  // Spins, yields, then sleeps in slices. Raises PeerError when a peer has died or the group has failed, TimeoutError (and
-  // fails the group, so that all peers raise) after timeout_s(), and what a signal handler raises (fails the group too).
-  // `operation` is called only to word an error, such as "all_reduce of 1024 float32".
+  // Blocks until awaited() returns kNobody; otherwise it returns the rank that is missing, or
+  // kAnybody where any peer's death would mean waiting in vain. It is called often. Spins, yields,
+  // then sleeps in slices. Raises PeerError when a peer has died or the group has failed,
+  // TimeoutError (and fails the group, so that all peers raise) after timeout_s(), and what a
+  // signal handler raises (fails the group too). `operation` is called only to word an error, such
+  // as "all_reduce of 1024 float32".
   template <class Awaited, class Describe>
   void wait(Awaited&& awaited, Describe&& operation) {
     if (awaited() == kNobody) return;
@@ -84,25 +88,29 @@ class Board {
   void check_process() const;
   // Raises PeerError if the group has failed. Cheap: two loads.
   void check(const std::function<std::string()>& operation);
-  // Marks the group as failed for good, with the first caller's reason (a whole sentence that names this rank), and wakes
-  // everybody. Never throws.
+  // Marks the group as failed for good, with the first caller's reason (a whole sentence that names
+  // this rank), and wakes everybody. Never throws.
   void fail(const std::string& reason) noexcept;
-  // Any failure marked (not: dead peers nobody has noticed). seq_cst: pairs with a busy flag stored before.
+  // Any failure marked (not: dead peers nobody has noticed). seq_cst: pairs with a busy flag stored
+  // before.
   bool failed() const;
   // Rank that failed first, or kNobody.
   int failed_rank() const;
-  // True while rank r's process has not exited entirely, so that its threads might still store into shared memory.
+  // True while rank r's process has not exited entirely, so that its threads might still store into
+  // shared memory.
   bool may_still_write(int r) const;
 
  private:
   struct Header;
   struct Doorbell;
   Board(const BoardOptions& options, std::vector<std::shared_ptr<Peer>> peers, Isa isa);
-  void attach(Store& store, const std::string& endpoint_of_rank_0, uint32_t uid, double deadline_s);
+  void make(Store& store);
+  void join(Store& store, const ProcessCard& maker, double deadline_s);
   size_t mapped_nbytes() const;
-  void map(const Fd& fd);
+  void use(std::shared_ptr<Mapping> mapping);
   void arrive();
-  void wait_slowly(const std::function<int()>& awaited, const std::function<std::string()>& operation);
+  void wait_slowly(const std::function<int()>& awaited,
+                   const std::function<std::string()>& operation);
   void sleep(const std::function<int()>& awaited, double slice_s);
   void run_interrupt_check(const std::function<std::string()>& operation);
   void raise_if_dead(int missing, const std::function<int()>& awaited,
@@ -114,13 +122,14 @@ class Board {
   std::vector<std::shared_ptr<Peer>> peers_;
   Isa isa_;
   bool spin_;  // false where local ranks outnumber usable cores
-  Mapping mapping_;
+  std::shared_ptr<Mapping> mapping_;
   Header* header_ = nullptr;
   Doorbell* doorbells_ = nullptr;
   uint8_t* payload_ = nullptr;
 };
 
-// The ranks of a group cannot share memory (several hosts, network namespaces or users); says which two and why.
+// The ranks of a group cannot share memory (several hosts, network namespaces or users); says which
+// two and why.
 class HostError : public Error {
  public:
   using Error::Error;

@@ -2,6 +2,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 
 #include "base/check.h"
 #include "base/clock.h"
@@ -82,6 +84,36 @@ std::vector<std::shared_ptr<Peer>> connect_all(Store& store, const BoardOptions&
   return peers;
 }
 
+// Boards that rank 0 of some group made in this process. Ranks that are threads of one process use
+// one mapping, so that ThreadSanitizer sees their flags as what they are: the same memory.
+class OwnBoards {
+ public:
+  static void add(const Token& token, const std::shared_ptr<Mapping>& mapping) {
+    const std::lock_guard<std::mutex> lock(mutex());
+    boards()[token] = mapping;
+  }
+  static void remove(const Token& token) {
+    const std::lock_guard<std::mutex> lock(mutex());
+    boards().erase(token);
+  }
+  // Null where another process made it.
+  static std::shared_ptr<Mapping> find(const Token& token) {
+    const std::lock_guard<std::mutex> lock(mutex());
+    const auto found = boards().find(token);
+    return found == boards().end() ? nullptr : found->second;
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex instance;
+    return instance;
+  }
+  static std::map<Token, std::shared_ptr<Mapping>>& boards() {
+    static auto* instance = new std::map<Token, std::shared_ptr<Mapping>>();
+    return *instance;
+  }
+};
+
 Token parse_token(const std::string& text) {
   Token token{};
   PYDIST_CHECK(text.size() == token.size(), ResourceError, "a board's token has ", text.size(),
@@ -92,32 +124,36 @@ Token parse_token(const std::string& text) {
 
 }  // namespace
 
-// Rank 0 makes the memory and offers it until everybody has it; the peers fetch it.
-void Board::attach(Store& store, const std::string& endpoint_of_rank_0, uint32_t uid,
-                   double deadline_s) {
-  if (rank() == 0) {
-    const Token token = make_token();
-    const Fd fd = publish_or_tell(store, "board", [&] {
-      Fd memory = make_memfd("pydist-board", mapped_nbytes());
-      charge_memory(memory, 0, mapped_nbytes());
-      map(memory);
-      Endpoint::instance().offer(token, memory.get());
-      return memory;
-    });
-    store.set("board", std::string(token.begin(), token.end()));
-    try {
-      arrive();
-    } catch (...) {
-      Endpoint::instance().withdraw(token);
-      throw;
-    }
+// Rank 0 makes the memory and offers it until everybody has it.
+void Board::make(Store& store) {
+  const Token token = make_token();
+  publish_or_tell(store, "board", [&] {
+    const Fd memory = make_memfd("pydist-board", mapped_nbytes());
+    charge_memory(memory, 0, mapped_nbytes());
+    use(std::make_shared<Mapping>(memory.get(), mapped_nbytes(), ForkBehavior::kHide));
+    Endpoint::instance().offer(token, memory.get());
+    return 0;
+  });
+  OwnBoards::add(token, mapping_);
+  const std::shared_ptr<void> withdraw(nullptr, [&](void*) {
+    OwnBoards::remove(token);
     Endpoint::instance().withdraw(token);
-  } else {
-    const std::string value = await_key(store, "board", 0, options_, deadline_s);
-    if (!value.empty() && value.size() != sizeof(Token)) raise_peers_error(value, 0, options_);
-    map(Endpoint::fetch(endpoint_of_rank_0, parse_token(value), uid).fd);
-    arrive();
+  });
+  store.set("board", std::string(token.begin(), token.end()));
+  arrive();
+}
+
+void Board::join(Store& store, const ProcessCard& maker, double deadline_s) {
+  const std::string value = await_key(store, "board", 0, options_, deadline_s);
+  if (value.size() != sizeof(Token)) raise_peers_error(value, 0, options_);
+  const Token token = parse_token(value);
+  std::shared_ptr<Mapping> mapping = OwnBoards::find(token);
+  if (mapping == nullptr) {
+    const Endpoint::Fetched fetched = Endpoint::fetch(maker.endpoint, token, maker.uid);
+    mapping = std::make_shared<Mapping>(fetched.fd.get(), mapped_nbytes(), ForkBehavior::kHide);
   }
+  use(std::move(mapping));
+  arrive();
 }
 
 std::shared_ptr<Board> Board::create(Store& store, const BoardOptions& options) {
@@ -127,7 +163,11 @@ std::shared_ptr<Board> Board::create(Store& store, const BoardOptions& options) 
   uint8_t isa = cards[0].isa;
   for (const ProcessCard& card : cards) isa = std::min(isa, card.isa);
   std::shared_ptr<Board> board(new Board(options, std::move(peers), static_cast<Isa>(isa)));
-  board->attach(store, cards[0].endpoint, cards[0].uid, deadline_s);
+  if (options.rank == 0) {
+    board->make(store);
+  } else {
+    board->join(store, cards[0], deadline_s);
+  }
   return board;
 }
 

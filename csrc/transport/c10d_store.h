@@ -1,9 +1,8 @@
 // Lets the engine meet its peers through torch.distributed's Store.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
 #include <memory>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "transport/store.h"
 

@@ -124,13 +124,14 @@ Endpoint::Endpoint() : control_(Arena::instance().control()) {
   listener_ = Fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   PYDIST_CHECK_SYSTEM(listener_.get(), "cannot make a Unix socket");
   const Address address = abstract_address(address_);
-  PYDIST_CHECK_SYSTEM(::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address.storage),
-                             address.length),
-                      "cannot bind a Unix socket");
+  PYDIST_CHECK_SYSTEM(
+      ::bind(listener_.get(), reinterpret_cast<const sockaddr*>(&address.storage), address.length),
+      "cannot bind a Unix socket");
   PYDIST_CHECK_SYSTEM(::listen(listener_.get(), SOMAXCONN), "cannot listen on a Unix socket");
   offer(Arena::instance().token(), Arena::instance().fd());
 
-  // A child must not keep the socket alive after this process: peers would connect and wait in vain.
+  // A child must not keep the socket alive after this process: peers would connect and wait in
+  // vain.
   listener_fd.store(listener_.get());
   ::pthread_atfork(nullptr, nullptr, [] { ::close(listener_fd.load()); });
 
@@ -214,9 +215,8 @@ Endpoint::Fetched Endpoint::fetch(const std::string& address, const Token& token
                       "its endpoint hung up");
   Fetched fetched;
   fetched.fd = receive_descriptor(connection.get());
-  PYDIST_CHECK(fetched.fd.valid(), ResourceError,
-               "its endpoint gave no descriptor (does user ", ::geteuid(),
-               " run all ranks, and are descriptors left under `ulimit -n`?)");
+  PYDIST_CHECK(fetched.fd.valid(), ResourceError, "its endpoint gave no descriptor (does user ",
+               ::geteuid(), " run all ranks, and are descriptors left under `ulimit -n`?)");
   fetched.pidfd = pidfd_of(connection.get(), credentials.pid);
   return fetched;
 }

@@ -1,7 +1,9 @@
-// Hands this process's shared memory to peers: one abstract Unix socket and one idle thread per process.
+// Hands this process's shared memory to peers: one abstract Unix socket and one idle thread per
+// process.
 //
-// A peer connects, sends the 16-byte token of what it wants (it learnt it through the Store), and gets the descriptor.
-// The same thread holds the arena's life mutex for as long as the process lives.
+// A peer connects, sends the 16-byte token of what it wants (it learnt it through the Store), and
+// gets the descriptor. The same thread holds the arena's life mutex for as long as the process
+// lives.
 #pragma once
 
 #include <pthread.h>
@@ -30,7 +32,8 @@ class Endpoint {
     Fd fd;
     Fd pidfd;  // of the process that answered; invalid where the kernel cannot say
   };
-  // Asks the endpoint at `address`, which must belong to `uid`. Raises ResourceError saying why it failed.
+  // Asks the endpoint at `address`, which must belong to `uid`. Raises ResourceError saying why it
+  // failed.
   static Fetched fetch(const std::string& address, const Token& token, uint32_t uid);
 
  private:

@@ -52,7 +52,7 @@ ProcessCard ProcessCard::mine() {
 namespace {
 
 size_t file_nbytes(const Fd& fd) {
-  struct stat status {};
+  struct stat status{};
   PYDIST_CHECK_SYSTEM(::fstat(fd.get(), &status), "cannot read the size of a peer's arena");
   return static_cast<size_t>(status.st_size);
 }
@@ -95,8 +95,9 @@ Peer::Peer(const ProcessCard& card, Mapping mapping, Fd pidfd, bool is_self)
       is_self_(is_self) {}
 
 bool Peer::alive() const {
-  // The futex word is the first member of glibc's mutex: the owner's thread id, and a mark by the kernel once that thread
-  // died. Acquire: whatever the process published before is visible to who sees it dead.
+  // The futex word is the first member of glibc's mutex: the owner's thread id, and a mark by the
+  // kernel once that thread died. Acquire: whatever the process published before is visible to who
+  // sees it dead.
   const auto* control = reinterpret_cast<const ArenaControl*>(base_);
   const auto* word = reinterpret_cast<const std::atomic<uint32_t>*>(&control->life);
   const uint32_t value = word->load(std::memory_order_acquire);

@@ -14,8 +14,8 @@ namespace pydist {
 
 // What a process tells its peers about itself through the Store.
 struct ProcessCard {
-  Token arena_token{};     // names the arena at the endpoint, and is read back through the mapping
-  std::string endpoint;    // abstract socket address
+  Token arena_token{};   // names the arena at the endpoint, and is read back through the mapping
+  std::string endpoint;  // abstract socket address
   int32_t pid = 0;
   uint32_t uid = 0;
   uint8_t isa = 0;
@@ -28,8 +28,8 @@ struct ProcessCard {
 
 class Peer {
  public:
-  // Connects, maps the peer's arena and checks its token through the mapping; peers are shared between groups.
-  // Raises HostError's reason as ResourceError where memory cannot be shared.
+  // Connects, maps the peer's arena and checks its token through the mapping; peers are shared
+  // between groups. Raises HostError's reason as ResourceError where memory cannot be shared.
   static std::shared_ptr<Peer> connect(const ProcessCard& card);
   Peer(const ProcessCard& card, Mapping mapping, Fd pidfd, bool is_self);
 

@@ -6,7 +6,8 @@
 
 namespace pydist {
 
-// Keys are already private to one group. All calls may block up to the store's own timeout and raise its errors.
+// Keys are already private to one group. All calls may block up to the store's own timeout and
+// raise its errors.
 class Store {
  public:
   virtual ~Store() = default;

@@ -1,6 +1,7 @@
 // The reduction kernels against a naive loop: every type, operation, instruction set, odd lengths and odd addresses.
 #include "collective/reduce.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -208,7 +209,7 @@ std::vector<uint8_t> run(const Case& c, const std::vector<std::vector<uint8_t>>&
   std::vector<void*> outputs;
   for (int k = 0; k < c.num_inputs; ++k) {
     buffers.emplace_back(kGuard + c.misalignment + nbytes + kGuard, 0xa5);
-    std::memcpy(buffers[k].data() + kGuard + c.misalignment, values[k].data(), nbytes);
+    std::copy(values[k].begin(), values[k].end(), buffers[k].begin() + kGuard + c.misalignment);
   }
   if (!c.in_place) buffers.emplace_back(kGuard + c.misalignment + nbytes + kGuard, 0xa5);
   for (auto& buffer : buffers) {
@@ -223,7 +224,9 @@ std::vector<uint8_t> run(const Case& c, const std::vector<std::vector<uint8_t>>&
   reduce(c.dtype, c.op,
          {inputs.data(), c.num_inputs, outputs.data(), static_cast<int>(outputs.size()), c.num_elements}, isa);
   const auto* result = static_cast<uint8_t*>(outputs[0]);
-  for (void* output : outputs) CHECK(std::memcmp(output, result, nbytes) == 0);
+  for (void* output : outputs) {
+    CHECK(std::equal(result, result + nbytes, static_cast<uint8_t*>(output)));
+  }
   for (auto& buffer : buffers) {
     for (size_t i = 0; i < kGuard + c.misalignment; ++i) CHECK(buffer[i] == 0xa5);
     for (size_t i = 0; i < kGuard; ++i) CHECK(buffer[buffer.size() - 1 - i] == 0xa5);

@@ -1,0 +1,307 @@
+// The communicator as Python sees it: tensors in, errors out, no GIL held while anybody waits.
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "base/check.h"
+#include "base/clock.h"
+#include "bindings.h"
+#include "collective/communicator.h"
+#include "transport/arena.h"
+#include "transport/c10d_store.h"
+
+namespace py = pybind11;
+
+namespace pydist {
+
+namespace {
+
+std::optional<DType> dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kBool:
+      return DType::kBool;
+    case at::kByte:
+      return DType::kUInt8;
+    case at::kChar:
+      return DType::kInt8;
+    case at::kShort:
+      return DType::kInt16;
+    case at::kInt:
+      return DType::kInt32;
+    case at::kLong:
+      return DType::kInt64;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kComplexFloat:
+      return DType::kComplex64;
+    case at::kComplexDouble:
+      return DType::kComplex128;
+    default:
+      return std::nullopt;
+  }
+}
+
+enum class Arithmetic { kNeeded, kNone };
+
+// The memory of a tensor. Types that the kernels do not know are bytes to operations that only move
+// them.
+Buffer buffer_of(const at::Tensor& tensor, Arithmetic arithmetic) {
+  PYDIST_CHECK(tensor.layout() == at::kStrided && tensor.is_cpu(), UsageError,
+               "expected a dense tensor on the CPU, found ", tensor.layout(), " on ",
+               tensor.device());
+  const std::optional<DType> dtype = dtype_of(tensor.scalar_type());
+  PYDIST_CHECK(dtype || arithmetic == Arithmetic::kNone, UsageError, "cannot reduce tensors of ",
+               c10::toString(tensor.scalar_type()));
+  Buffer buffer;
+  buffer.data = tensor.mutable_data_ptr();
+  buffer.block = tensor.storage().mutable_data();
+  buffer.dtype = dtype.value_or(DType::kUInt8);
+  buffer.num_elements = dtype ? tensor.numel() : static_cast<int64_t>(tensor.nbytes());
+  return buffer;
+}
+
+Buffer contiguous_buffer(const at::Tensor& tensor, Arithmetic arithmetic) {
+  PYDIST_CHECK(tensor.is_contiguous(), UsageError, "expected a contiguous tensor");
+  return buffer_of(tensor, arithmetic);
+}
+
+// Any tensor that fills a run of memory without gaps, in whatever order.
+Buffer dense_buffer(const at::Tensor& tensor) {
+  PYDIST_CHECK(tensor.is_non_overlapping_and_dense(), UsageError,
+               "expected tensors that fill their memory without gaps");
+  Buffer buffer = buffer_of(tensor, Arithmetic::kNone);
+  if (tensor.is_contiguous()) return buffer;
+  buffer.order = 1;
+  for (const int64_t stride : tensor.strides()) {
+    buffer.order = buffer.order * 1099511628211u + static_cast<uint64_t>(stride);
+  }
+  return buffer;
+}
+
+ReduceOp op_of(int index) {
+  PYDIST_CHECK(index >= 0 && index < kNumReduceOps, UsageError, "no reduce operation ", index);
+  return static_cast<ReduceOp>(index);
+}
+
+// An operation in flight; keeps the communicator, so that it outlives its operations.
+class PyRequest {
+ public:
+  PyRequest(std::shared_ptr<ShmCommunicator> communicator, std::shared_ptr<Request> request)
+      : communicator_(std::move(communicator)), request_(std::move(request)) {}
+
+  bool test() const { return request_->test(); }
+  void wait() const { request_->wait(); }
+  std::string description() const { return request_->description(); }
+
+ private:
+  std::shared_ptr<ShmCommunicator> communicator_;
+  std::shared_ptr<Request> request_;
+};
+
+using Communicator = std::shared_ptr<ShmCommunicator>;
+using MaybeRequest = std::optional<PyRequest>;
+
+Collective invalid(std::string why) {
+  Collective collective{Operation::kInvalid, ReduceOp::kSum, 0, {}, {}};
+  collective.why = std::move(why);
+  return collective;
+}
+
+// Runs the operation that `build` describes, or starts it and keeps its tensors. What `build`
+// raises the peers learn too: they are about to wait for this call.
+template <class Build>
+MaybeRequest launch(const Communicator& communicator, bool async_op,
+                    std::initializer_list<at::Tensor> tensors, Build&& build) {
+  Collective collective;
+  try {
+    collective = build();
+  } catch (const UsageError& error) {
+    collective = invalid(error.what());
+  }
+  if (!async_op) {
+    const py::gil_scoped_release no_gil;
+    communicator->run(collective);
+    return std::nullopt;
+  }
+  auto keep_alive = std::make_shared<std::vector<at::Tensor>>(tensors);
+  const py::gil_scoped_release no_gil;
+  return PyRequest(communicator, communicator->start(std::move(collective), std::move(keep_alive)));
+}
+
+Communicator make_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                               double timeout_s, std::string name, std::vector<int> global_ranks) {
+  BoardOptions options;
+  options.rank = rank;
+  options.size = size;
+  options.timeout_s = timeout_s;
+  options.name = std::move(name);
+  options.global_ranks = std::move(global_ranks);
+  const py::gil_scoped_release no_gil;
+  const std::unique_ptr<Store> meeting = wrap_c10d_store(std::move(store));
+  return ShmCommunicator::create(*meeting, std::move(options));
+}
+
+MaybeRequest all_reduce(const Communicator& communicator, const at::Tensor& tensor, int op,
+                        bool async_op) {
+  return launch(communicator, async_op, {tensor}, [&] {
+    const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNeeded);
+    return Collective{Operation::kAllReduce, op_of(op), 0, {}, buffer};
+  });
+}
+
+MaybeRequest reduce_scatter(const Communicator& communicator, const at::Tensor& output,
+                            const at::Tensor& input, int op, bool async_op) {
+  return launch(communicator, async_op, {input, output}, [&] {
+    const Buffer from = contiguous_buffer(input, Arithmetic::kNeeded);
+    const Buffer to = contiguous_buffer(output, Arithmetic::kNeeded);
+    return Collective{Operation::kReduceScatter, op_of(op), 0, from, to};
+  });
+}
+
+MaybeRequest all_gather(const Communicator& communicator, const at::Tensor& output,
+                        const at::Tensor& input, bool async_op) {
+  return launch(communicator, async_op, {input, output}, [&] {
+    const Buffer from = contiguous_buffer(input, Arithmetic::kNone);
+    const Buffer to = contiguous_buffer(output, Arithmetic::kNone);
+    return Collective{Operation::kAllGather, ReduceOp::kSum, 0, from, to};
+  });
+}
+
+MaybeRequest broadcast(const Communicator& communicator, const at::Tensor& tensor, int root,
+                       bool async_op) {
+  return launch(communicator, async_op, {tensor}, [&] {
+    const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNone);
+    return Collective{Operation::kBroadcast, ReduceOp::kSum, root, {}, buffer};
+  });
+}
+
+void broadcast_many(const Communicator& communicator, const std::vector<at::Tensor>& tensors,
+                    int root) {
+  launch(communicator, false, {}, [&] {
+    Collective collective{Operation::kBroadcastMany, ReduceOp::kSum, root, {}, {}};
+    for (const at::Tensor& tensor : tensors) collective.buffers.push_back(dense_buffer(tensor));
+    return collective;
+  });
+}
+
+MaybeRequest barrier(const Communicator& communicator, bool async_op) {
+  return launch(communicator, async_op, {}, [] { return Collective{}; });
+}
+
+// Splits count elements.
+MaybeRequest all_to_all(const Communicator& communicator, const at::Tensor& output,
+                        const at::Tensor& input, const std::vector<int64_t>& output_splits,
+                        const std::vector<int64_t>& input_splits, bool async_op) {
+  return launch(communicator, async_op, {input, output}, [&] {
+    Collective collective{Operation::kAllToAll, ReduceOp::kSum, 0,
+                          contiguous_buffer(input, Arithmetic::kNone),
+                          contiguous_buffer(output, Arithmetic::kNone)};
+    collective.input_splits = input_splits;
+    collective.output_splits = output_splits;
+    if (dtype_of(input.scalar_type())) return collective;
+    for (auto* splits : {&collective.input_splits, &collective.output_splits}) {
+      for (int64_t& split : *splits) split *= static_cast<int64_t>(input.itemsize());
+    }
+    return collective;
+  });
+}
+
+// Raises UsageError here and MismatchError on the peers, for a call that cannot be made.
+void refuse(const Communicator& communicator, const std::string& why) {
+  const py::gil_scoped_release no_gil;
+  communicator->run(invalid(why));
+}
+
+void send(const Communicator& communicator, const at::Tensor& tensor, int destination,
+          int64_t tag) {
+  const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNone);
+  const py::gil_scoped_release no_gil;
+  communicator->send(buffer, destination, tag);
+}
+
+int receive(const Communicator& communicator, const at::Tensor& tensor, std::optional<int> source,
+            int64_t tag) {
+  const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNone);
+  const py::gil_scoped_release no_gil;
+  return communicator->receive(buffer, source.value_or(ShmCommunicator::kAnySource), tag);
+}
+
+// Seconds for `iterations` in-place sums in a row, without Python's share.
+double benchmark_all_reduce(const Communicator& communicator, const at::Tensor& tensor,
+                            int iterations) {
+  const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNeeded);
+  const py::gil_scoped_release no_gil;
+  const double start_s = monotonic_s();
+  for (int i = 0; i < iterations; ++i) communicator->all_reduce(buffer, ReduceOp::kSum);
+  return monotonic_s() - start_s;
+}
+
+void free_block(void* block) { Arena::if_exists()->deallocate(block); }
+
+// A contiguous tensor in the arena, not initialised.
+at::Tensor arena_empty(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+  int64_t nbytes = static_cast<int64_t>(c10::elementSize(dtype));
+  for (const int64_t size : sizes) {
+    PYDIST_CHECK(size >= 0, UsageError, "a tensor cannot have size ", size);
+    PYDIST_CHECK(!__builtin_mul_overflow(nbytes, size, &nbytes), UsageError,
+                 "a tensor of this shape has too many bytes");
+  }
+  void* block = nbytes > 0 ? Arena::instance().allocate(static_cast<size_t>(nbytes)) : nullptr;
+  c10::DataPtr data(block, block, block != nullptr ? &free_block : &c10::detail::deleteNothing,
+                    at::kCPU);
+  c10::Storage storage(c10::Storage::use_byte_size_t(), nbytes, std::move(data), nullptr, false);
+  at::Tensor tensor = at::detail::make_tensor<at::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return tensor;
+}
+
+bool in_arena(const at::Tensor& tensor) {
+  const Arena* arena = Arena::if_exists();
+  return arena != nullptr && tensor.numel() > 0 && arena->contains(tensor.const_data_ptr());
+}
+
+}  // namespace
+
+void bind_collective(py::module_& module) {
+  py::class_<PyRequest>(module, "Request")
+      .def("test", &PyRequest::test)
+      .def("wait", &PyRequest::wait, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("description", &PyRequest::description);
+  py::class_<ShmCommunicator, Communicator>(module, "Communicator")
+      .def(py::init(&make_communicator), py::arg("store"), py::arg("rank"), py::arg("size"),
+           py::arg("timeout_s"), py::arg("name"), py::arg("global_ranks"))
+      .def_property_readonly("rank", &ShmCommunicator::rank)
+      .def_property_readonly("size", &ShmCommunicator::size)
+      .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op"), py::arg("async_op"))
+      .def("reduce_scatter", &reduce_scatter, py::arg("output"), py::arg("input"), py::arg("op"),
+           py::arg("async_op"))
+      .def("all_gather", &all_gather, py::arg("output"), py::arg("input"), py::arg("async_op"))
+      .def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"), py::arg("async_op"))
+      .def("broadcast_many", &broadcast_many, py::arg("tensors"), py::arg("root"))
+      .def("barrier", &barrier, py::arg("async_op"))
+      .def("all_to_all", &all_to_all, py::arg("output"), py::arg("input"), py::arg("output_splits"),
+           py::arg("input_splits"), py::arg("async_op"))
+      .def("refuse", &refuse, py::arg("why"))
+      .def("send", &send, py::arg("tensor"), py::arg("destination"), py::arg("tag"))
+      .def("receive", &receive, py::arg("tensor"), py::arg("source"), py::arg("tag"))
+      .def(
+          "fail",
+          [](ShmCommunicator& communicator, const std::string& reason) {
+            communicator.board().fail(reason);
+          },
+          py::arg("reason"))
+      .def("benchmark_all_reduce", &benchmark_all_reduce, py::arg("tensor"), py::arg("iterations"));
+  module.def("arena_empty", &arena_empty, py::arg("sizes"), py::arg("dtype"));
+  module.def("in_arena", &in_arena, py::arg("tensor"));
+}
+
+}  // namespace pydist

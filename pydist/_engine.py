@@ -1,0 +1,196 @@
+"""Owns the engine of each torch group: how its ranks reach each other, made at its first use."""
+
+import os
+import threading
+import weakref
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from pydist import _C
+from pydist._process_group import ProcessGroupOperations
+from pydist.errors import HostError, UsageError
+
+TRANSPORTS = ("shared_memory", "process_group")
+
+
+class Request(Protocol):
+    """An operation in flight."""
+
+    def test(self) -> bool: ...
+    def wait(self) -> None: ...
+
+
+class Operations(Protocol):
+    """What every transport can do, on contiguous CPU tensors; ops and roots as in _C."""
+
+    def all_reduce(self, tensor: Tensor, op: int, async_op: bool) -> Request | None: ...
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor, op: int, async_op: bool
+    ) -> Request | None: ...
+    def all_gather(self, output: Tensor, input: Tensor, async_op: bool) -> Request | None: ...
+    def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Request | None: ...
+    def broadcast_many(self, tensors: list[Tensor], root: int) -> None: ...
+    def barrier(self, async_op: bool) -> Request | None: ...
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        async_op: bool,
+    ) -> Request | None: ...
+    def refuse(self, why: str) -> None: ...
+    def send(self, tensor: Tensor, destination: int, tag: int) -> None: ...
+    def receive(self, tensor: Tensor, source: int | None, tag: int) -> int: ...
+
+
+class Engine:
+    """One group's way to communicate. Making one is collective. Does not keep the group alive."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.timeout_s = _timeout_s(group)
+        self.global_ranks: list[int] = dist.get_process_group_ranks(group)
+        self._store = _own_store(group, self.size)
+        self._num_prefixes: dict[str, int] = {}
+        self.communicator: _C.Communicator | None = self._connect(str(group.group_desc))
+        self.operations: Operations = self.communicator or ProcessGroupOperations(group)
+        self.transport = TRANSPORTS[0] if self.communicator is not None else TRANSPORTS[1]
+
+    def _connect(self, description: str) -> _C.Communicator | None:
+        """None where the ranks do not share memory, or must not use it."""
+        forced = os.environ.get("PYDIST_TRANSPORT", "")
+        if forced and forced not in TRANSPORTS:
+            raise UsageError(
+                f"PYDIST_TRANSPORT is {forced!r}; expected one of {', '.join(TRANSPORTS)}, or unset"
+            )
+        if forced == "process_group":
+            return None
+        name = "the default group" if description == "default_pg" else f"group {description!r}"
+        try:
+            return _C.Communicator(
+                store=self.store_prefix("communicator"),
+                rank=self.rank,
+                size=self.size,
+                timeout_s=self.timeout_s,
+                name=name,
+                global_ranks=self.global_ranks,
+            )
+        except HostError:
+            if forced:
+                raise
+            return None
+
+    def store_prefix(self, name: str) -> PrefixStore:
+        """A store of fresh keys; all ranks must ask for the same names in the same order."""
+        count = self._num_prefixes.get(name, 0)
+        self._num_prefixes[name] = count + 1
+        return PrefixStore(f"{name}/{count}", self._store)
+
+    def exchange_bytes(self, mine: bytes) -> list[bytes]:
+        """Everybody's bytes, by rank. Collective."""
+        length = torch.tensor([len(mine)], dtype=torch.int64)
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        self.operations.all_gather(lengths, length, False)
+        longest = int(lengths.max())
+        if longest == 0:
+            return [b""] * self.size
+        padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+        gathered = torch.empty(self.size * longest, dtype=torch.uint8)
+        self.operations.all_gather(gathered, padded, False)
+        rows = gathered.view(self.size, longest).numpy()
+        return [rows[rank, : int(lengths[rank])].tobytes() for rank in range(self.size)]
+
+    def broadcast_tensors(self, tensors: list[Tensor], root: int = 0) -> None:
+        """Gives all ranks the tensors of group rank `root`, in one operation. Collective.
+
+        Strides must be the same on all ranks, which is checked for tensors that are dense.
+        """
+        with torch.no_grad():
+            targets = [tensor.detach() for tensor in tensors]
+            dense = [t if _is_dense(t) else t.contiguous() for t in targets]
+            self.operations.broadcast_many(dense, root)
+            for target, source in zip(targets, dense, strict=True):
+                if target is not source and self.rank != root:
+                    target.copy_(source)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    """PYDIST_TIMEOUT_S, else the group's own, else torch's default."""
+    text = os.environ.get("PYDIST_TIMEOUT_S", "")
+    if text:
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = 0.0
+        if not seconds > 0:
+            raise UsageError(f"PYDIST_TIMEOUT_S is {text!r}; expected a number of seconds above 0")
+        return seconds
+    try:
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):  # no backend for the CPU, or one without options
+        timeout = dist.default_pg_timeout
+    return float(timeout / timedelta(seconds=1))
+
+
+def _own_store(group: dist.ProcessGroup, size: int) -> PrefixStore:
+    """Keys outlive groups, and names of groups come again: a generation keeps them apart."""
+    store = group.get_group_store()
+    generation = (store.add("pydist/generation", 1) - 1) // size
+    return PrefixStore(f"pydist/{generation}", store)
+
+
+class _Engines:
+    """The engines of living groups. They end with their group, not with the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_id: dict[int, Engine] = {}
+        # One per group: making an engine waits for peers, who may be making another one first.
+        self._making: dict[int, threading.Lock] = {}
+        self._references: dict[int, weakref.ref[dist.ProcessGroup]] = {}
+
+    def find(self, group: dist.ProcessGroup) -> Engine:
+        engine = self._by_id.get(id(group))  # valid: a dying group takes its entry with it
+        return engine if engine is not None else self._make(group)
+
+    def _make(self, group: dist.ProcessGroup) -> Engine:
+        key = id(group)
+        with self._lock:
+            if key not in self._references:
+                self._references[key] = weakref.ref(group, lambda _: self._forget(key))
+            making = self._making.setdefault(key, threading.Lock())
+        with making:
+            if key not in self._by_id:
+                self._by_id[key] = Engine(group)
+            return self._by_id[key]
+
+    def _forget(self, key: int) -> None:
+        self._by_id.pop(key, None)
+        self._making.pop(key, None)
+        self._references.pop(key, None)
+
+
+_engines = _Engines()
+
+
+def group_engine(group: dist.ProcessGroup | None = None) -> Engine:
+    """The engine of a torch group, the default one where None. Its first use is collective."""
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise UsageError(
+                "the default process group does not exist; call "
+                "torch.distributed.init_process_group first"
+            )
+    return _engines.find(group)

@@ -1,0 +1,366 @@
+"""Owns the collectives of groups that cannot share memory: torch.distributed's own, made equal.
+
+The same verbs as _C.Communicator, with the same results and errors, on any process group. What
+the group's backend lacks is composed of what every backend has: reductions run in a dtype that it
+can add, and every collective begins with an exchange of what each rank calls.
+"""
+
+import hashlib
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pydist.errors import MismatchError, PeerError, TimeoutError, UsageError
+
+SUM, MEAN, MIN, MAX, PRODUCT = range(5)
+OP_NAMES = ("sum", "mean", "min", "max", "product")
+_TORCH_OPS = {
+    SUM: dist.ReduceOp.SUM,
+    MEAN: dist.ReduceOp.SUM,
+    MIN: dist.ReduceOp.MIN,
+    MAX: dist.ReduceOp.MAX,
+    PRODUCT: dist.ReduceOp.PRODUCT,
+}
+# Dtypes that backends cannot add, or only with an error in every step, and what carries them.
+_CARRIERS = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+}
+_REDUCIBLE = {
+    *_CARRIERS,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+}
+_CALL_NBYTES = 256
+
+
+class Finished:
+    """The request of an operation that has ended."""
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class ProcessGroupOperations:
+    """See _C.Communicator for the verbs. Operations end before they return, async ones too."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group_reference = weakref.ref(group)
+        self._rank, self._size = group.rank(), group.size()
+        self._num_calls = 0
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._group_reference()
+        if group is None:
+            raise UsageError("the process group of this operation has been destroyed")
+        return group
+
+    # -- the verbs ------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: int, async_op: bool) -> Finished | None:
+        call = f"all_reduce({OP_NAMES[op]}) of {_amount(tensor)}"
+        self._agree(call, _why_not_reducible(tensor, op))
+        with _translated(call):
+            self._reduce(tensor, op)
+        return Finished() if async_op else None
+
+    def reduce_scatter(
+        self, output: Tensor, input: Tensor, op: int, async_op: bool
+    ) -> Finished | None:
+        call = f"reduce_scatter({OP_NAMES[op]}) of {_amount(output)} per rank"
+        why = _why_not_reducible(output, op) or self._why_unequal(output, input, "input")
+        self._agree(call, why)
+        with _translated(call):
+            total = input.clone()
+            self._reduce(total, op)
+            output.copy_(total.view(self._size, -1)[self._rank].view_as(output))
+        return Finished() if async_op else None
+
+    def all_gather(self, output: Tensor, input: Tensor, async_op: bool) -> Finished | None:
+        call = f"all_gather of {_amount(input)} per rank"
+        self._agree(call, self._why_unequal(input, output, "output"))
+        with _translated(call):
+            if input.numel() > 0:
+                _copy_bytes(output, self._gather_bytes(_bytes_of(input)))
+        return Finished() if async_op else None
+
+    def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Finished | None:
+        call = f"broadcast(from rank {root}) of {_amount(tensor)}"
+        self._agree(call, self._why_no_rank(root))
+        with _translated(call):
+            self._broadcast_bytes(_bytes_of(tensor), root)
+        return Finished() if async_op else None
+
+    def broadcast_many(self, tensors: list[Tensor], root: int) -> None:
+        total = sum(tensor.nbytes for tensor in tensors)
+        orders = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+        call = f"broadcast(from rank {root}) of {len(tensors)} tensors with {total} bytes"
+        self._agree(f"{call}, layout {_fingerprint(orders)}", self._why_no_rank(root))
+        with _translated(call):
+            runs = [_bytes_of(_in_memory_order(tensor)) for tensor in tensors]
+            together = torch.cat(runs) if runs else torch.empty(0, dtype=torch.uint8)
+            self._broadcast_bytes(together, root)
+            if self._rank != root and runs:
+                torch._foreach_copy_(runs, torch.split(together, [run.numel() for run in runs]))
+
+    def barrier(self, async_op: bool) -> Finished | None:
+        self._agree("barrier", "")
+        return Finished() if async_op else None
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        async_op: bool,
+    ) -> Finished | None:
+        call = f"all_to_all of {_name(input.dtype)}"
+        why = self._why_bad_splits(input, input_splits, output, output_splits)
+        self._agree(call, why)
+        self._check_splits(input_splits, output_splits)
+        size = input.element_size()
+        with _translated(call):
+            received = torch.empty(output.nbytes, dtype=torch.uint8)
+            dist.all_to_all_single(
+                received,
+                _bytes_of(input),
+                [split * size for split in output_splits],
+                [split * size for split in input_splits],
+                group=self._group,
+            )
+            _copy_bytes(output, received)
+        return Finished() if async_op else None
+
+    def refuse(self, why: str) -> None:
+        """Raises UsageError here and MismatchError on the peers, for a call that cannot be made."""
+        self._agree("an invalid call", why)
+
+    def send(self, tensor: Tensor, destination: int, tag: int) -> None:
+        if destination == self._rank or not 0 <= destination < self._size:
+            raise UsageError(
+                f"send from rank {self._rank} to rank {destination} of {self._size}; the "
+                "destination must be another rank of the group"
+            )
+        call = f"send of {_amount(tensor)} with tag {tag} to rank {destination}"
+        with _translated(call):
+            # The header goes first, so that a receiver with another buffer can raise.
+            header = _text_to_tensor(f"{tensor.numel()} {_name(tensor.dtype)}")
+            dist.send(header, group=self._group, tag=tag, group_dst=destination)
+            answer = torch.zeros(1, dtype=torch.uint8)
+            dist.recv(answer, group=self._group, tag=tag, group_src=destination)
+            if answer.item() == 0:
+                raise MismatchError(f"rank {destination} refused the {call}: its buffer differs")
+            if tensor.numel() > 0:
+                dist.send(_bytes_of(tensor), group=self._group, tag=tag, group_dst=destination)
+
+    def receive(self, tensor: Tensor, source: int | None, tag: int) -> int:
+        if source == self._rank or (source is not None and not 0 <= source < self._size):
+            raise UsageError(
+                f"recv on rank {self._rank} from rank {source} of {self._size}; the source must "
+                "be another rank of the group"
+            )
+        expected = f"{tensor.numel()} {_name(tensor.dtype)}"
+        with _translated(f"recv of {_amount(tensor)} with tag {tag}"):
+            header = torch.zeros(_CALL_NBYTES, dtype=torch.uint8)
+            if source is None:
+                found = dist.recv(header, group=self._group, tag=tag)
+                source = dist.get_group_rank(self._group, found)
+            else:
+                dist.recv(header, group=self._group, tag=tag, group_src=source)
+            text = _tensor_to_text(header)
+            answer = torch.tensor([text == expected], dtype=torch.uint8)
+            dist.send(answer, group=self._group, tag=tag, group_dst=source)
+            if text != expected:
+                raise MismatchError(
+                    f"recv expected {expected} with tag {tag}, but rank {source} sent {text}"
+                )
+            if tensor.numel() > 0:
+                received = torch.empty(tensor.nbytes, dtype=torch.uint8)
+                dist.recv(received, group=self._group, tag=tag, group_src=source)
+                _copy_bytes(tensor, received)
+        return source
+
+    # -- agreement ------------------------------------------------------------------------------
+
+    def _agree(self, text: str, why: str) -> None:
+        """Compares what ranks call; on a difference all of them raise."""
+        self._num_calls += 1
+        with _translated(text):
+            shown = f"an invalid call ({why})" if why else text
+            rows = self._gather_bytes(_text_to_tensor(shown)).view(self._size, -1)
+        calls = [_tensor_to_text(row) for row in rows]
+        if why:
+            raise UsageError(why if text == "an invalid call" else f"{text}: {why}")
+        if any(call != calls[0] for call in calls):
+            listed = "; ".join(f"rank {rank} called {call}" for rank, call in enumerate(calls))
+            raise MismatchError(
+                f"ranks disagree about collective number {self._num_calls} of the process group: "
+                f"{listed}. This is rank {self._rank}. Make every rank call the same operations in "
+                "the same order, with the same sizes and dtypes"
+            )
+
+    def _check_splits(self, input_splits: list[int], output_splits: list[int]) -> None:
+        mine = torch.tensor([input_splits, output_splits], dtype=torch.int64)
+        with _translated("all_to_all"):
+            gathered = self._gather_bytes(_bytes_of(mine)).view(torch.int64)
+        table = gathered.view(self._size, 2, self._size).tolist()
+        for source in range(self._size):
+            for target in range(self._size):
+                sent, expected = table[source][0][target], table[target][1][source]
+                if sent != expected:
+                    raise MismatchError(
+                        f"all_to_all: rank {source} sends {sent} elements to rank {target}, which "
+                        f"expects {expected}; make input_split_sizes and output_split_sizes of the "
+                        "two agree"
+                    )
+
+    def _why_unequal(self, share: Tensor, whole: Tensor, what: str) -> str:
+        if share.dtype != whole.dtype:
+            return f"input and output are {_name(share.dtype)} and {_name(whole.dtype)}"
+        expected = share.numel() * self._size
+        if whole.numel() != expected:
+            return f"{what} size is {whole.numel()} instead of {expected}"
+        return ""
+
+    def _why_no_rank(self, root: int) -> str:
+        return "" if 0 <= root < self._size else f"root {root} of {self._size} ranks"
+
+    def _why_bad_splits(
+        self, input: Tensor, input_splits: list[int], output: Tensor, output_splits: list[int]
+    ) -> str:
+        if input.dtype != output.dtype:
+            return f"{_name(input.dtype)} input, {_name(output.dtype)} output"
+        for tensor, splits in ((input, input_splits), (output, output_splits)):
+            if len(splits) != self._size:
+                return f"number of splits is {len(splits)} instead of {self._size}"
+            if min(splits) < 0:
+                return "a split is negative"
+            if sum(splits) != tensor.numel():
+                return f"sum of splits is {sum(splits)} instead of {tensor.numel()}"
+        return ""
+
+    # -- what every backend can do --------------------------------------------------------------
+
+    def _reduce(self, tensor: Tensor, op: int) -> None:
+        if tensor.numel() == 0:
+            return None
+        if tensor.is_complex():
+            return self._reduce_complex(tensor, op)
+        carrier = tensor.to(_CARRIERS.get(tensor.dtype, tensor.dtype))
+        torch_op = _TORCH_OPS[op]
+        if tensor.dtype == torch.bool and op in (SUM, PRODUCT):
+            torch_op = dist.ReduceOp.MAX if op == SUM else dist.ReduceOp.MIN
+        if op in (MIN, MAX) and carrier.is_floating_point():
+            return self._reduce_gathered(tensor, op)  # backends lose NaN
+        dist.all_reduce(carrier, torch_op, group=self._group)
+        if op == MEAN:
+            carrier.mul_(1.0 / self._size)
+        if carrier is not tensor:
+            tensor.copy_(carrier)
+        return None
+
+    def _reduce_complex(self, tensor: Tensor, op: int) -> None:
+        if op == PRODUCT:
+            return self._reduce_gathered(tensor, op)
+        return self._reduce(torch.view_as_real(tensor), op)
+
+    def _reduce_gathered(self, tensor: Tensor, op: int) -> None:
+        combine: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
+            MIN: torch.minimum,
+            MAX: torch.maximum,
+            PRODUCT: torch.mul,
+        }
+        rows = self._gather_bytes(_bytes_of(tensor)).view(tensor.dtype).view(self._size, -1)
+        total = rows[0]
+        for row in rows[1:]:
+            total = combine[op](total, row)
+        tensor.copy_(total.view_as(tensor))
+
+    def _gather_bytes(self, mine: Tensor) -> Tensor:
+        gathered = torch.empty(self._size * mine.numel(), dtype=torch.uint8)
+        dist.all_gather_into_tensor(gathered, mine, group=self._group)
+        return gathered
+
+    def _broadcast_bytes(self, run: Tensor, root: int) -> None:
+        if run.numel() > 0:
+            dist.broadcast(run, group=self._group, group_src=root)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _amount(tensor: Tensor) -> str:
+    return f"{tensor.numel()} {_name(tensor.dtype)}"
+
+
+def _why_not_reducible(tensor: Tensor, op: int) -> str:
+    if tensor.dtype not in _REDUCIBLE:
+        return f"cannot reduce tensors of {_name(tensor.dtype)}"
+    real = tensor.is_floating_point() or tensor.is_complex()
+    if op == MEAN and not real:
+        return "the mean of integers or bool is not defined"
+    if op in (MIN, MAX) and tensor.is_complex():
+        return "min or max of complex numbers is not defined"
+    return ""
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The tensor's own memory, which is contiguous, as bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _copy_bytes(tensor: Tensor, run: Tensor) -> None:
+    _bytes_of(tensor).copy_(run)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """A contiguous view of a tensor that fills its memory without gaps."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _fingerprint(orders: list[tuple[Any, ...]]) -> str:
+    """The same in every process, unlike hash()."""
+    return hashlib.sha1(repr(orders).encode()).hexdigest()[:16]
+
+
+def _text_to_tensor(text: str) -> Tensor:
+    return torch.frombuffer(
+        bytearray(text.encode()[:_CALL_NBYTES].ljust(_CALL_NBYTES, b"\0")), dtype=torch.uint8
+    )
+
+
+def _tensor_to_text(tensor: Tensor) -> str:
+    return bytes(tensor.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+@contextmanager
+def _translated(call: str) -> Iterator[None]:
+    """What a backend raises, in pydist's classes."""
+    try:
+        yield
+    except (UsageError, MismatchError):
+        raise
+    except RuntimeError as error:
+        timed_out = re.search(r"time[d]? ?out", str(error), re.IGNORECASE)
+        kind = TimeoutError if timed_out else PeerError
+        raise kind(f"{call} failed in the process group: {error}") from error

@@ -1,0 +1,121 @@
+"""Owns the tests of the demo, examples/train_gpt.py: it trains, and it notices wrong engines."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+TINY = ["--model", "tiny", "--steps", "15"]
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+# Runs the demo with a function of this file in pydist's place.
+RUN_WITH_WRAPPER = """
+import sys, test_demo, train_gpt
+sys.exit(train_gpt.main(sys.argv[2:], pydist_wrapper=getattr(test_demo, sys.argv[1])))
+"""
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs Python in `folder`, so that the picture lands there."""
+    paths = os.pathsep.join([str(EXAMPLES), str(Path(__file__).parent)])
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def leave_alone(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook that reduces nothing."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def double(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook that sums where it should average, with two ranks."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return summed
+
+
+def wrap_without_reduction(module: nn.Module) -> DistributedDataParallel:
+    wrapped = DistributedDataParallel(module)
+    wrapped.register_comm_hook(None, leave_alone)
+    return wrapped
+
+
+def wrap_with_sum(module: nn.Module) -> DistributedDataParallel:
+    wrapped = DistributedDataParallel(module)
+    wrapped.register_comm_hook(None, double)
+    return wrapped
+
+
+def wrap_only_on_rank_0(module: nn.Module) -> DistributedDataParallel:
+    if dist.get_rank() == 1:
+        raise RuntimeError("this rank has no engine")
+    return DistributedDataParallel(module)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_trains_the_same_model_by_all_engines(tmp_path: Path, num_ranks: int) -> None:
+    demo = run([str(EXAMPLES / "train_gpt.py"), *TINY, "--ranks", str(num_ranks)], tmp_path)
+
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert "Python Software Foundation License" in demo.stdout
+    lines = demo.stdout.splitlines()
+    header = next(line for line in lines if "train loss" in line)
+    for column in ("held-out loss", "samples/s", "step", "communication", "vs. DDP"):
+        assert column in header
+    table = [re.split(r"\s{2,}", row) for row in lines[lines.index(header) + 2 :][:3]]
+    assert [row[0] for row in table] == ["single process", "torch DDP", "pydist"]
+    assert table[1][-1] == "1.00x"
+    single, *others = (float(row[1]) for row in table)
+    assert others == pytest.approx([single] * 2, rel=1e-4)
+    # Without a terminal: a line for each tenth of the way.
+    assert sum(" %  step " in line for line in lines) == 10
+    assert (tmp_path / "demo_loss.png").read_bytes().startswith(PNG_SIGNATURE)
+    assert "trained the same model" in demo.stdout
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "complaint"),
+    [
+        ("wrap_without_reduction", "the ranks of 'pydist' ended with different weights"),
+        ("wrap_with_sum", "the gradient norm of 'pydist' is"),
+    ],
+)
+def test_fails_when_an_engine_reduces_wrongly(tmp_path: Path, wrapper: str, complaint: str) -> None:
+    demo = run(["-c", RUN_WITH_WRAPPER, wrapper, *TINY], tmp_path)
+
+    assert demo.returncode == 1, demo.stdout + demo.stderr
+    assert complaint in demo.stderr
+    assert "trained the same model" not in demo.stdout
+
+
+def test_shows_the_error_of_a_rank(tmp_path: Path) -> None:
+    demo = run(["-c", RUN_WITH_WRAPPER, "wrap_only_on_rank_0", *TINY], tmp_path)
+
+    assert demo.returncode == 1
+    assert "rank 1 failed" in demo.stderr
+    assert "RuntimeError: this rank has no engine" in demo.stderr
+
+
+def test_says_what_is_wrong_with_an_argument(tmp_path: Path) -> None:
+    demo = run([str(EXAMPLES / "train_gpt.py"), "--ranks", "2", "--batch", "3"], tmp_path)
+
+    assert demo.returncode == 2
+    assert "expected --batch to be a multiple of --ranks 2, found 3" in demo.stderr
