@@ -7,6 +7,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip -qq --disable-pip-version-check
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
 # The sources that know nothing of torch; everything here also runs under the sanitizers.
@@ -69,7 +70,7 @@ test-all: venv cpp-test cpp-test-aarch64
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 bench: venv
-	$(PY) -m pytest bench --benchmark-only $(PYTEST_ARGS)
+	$(PY) -m bench $(BENCH_ARGS)
 
 CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.inl")
 LINTED = $(wildcard setup.py build_backend pydist tests bench examples)

@@ -74,7 +74,7 @@ py::list units(const Reducer& reducer) {
 }
 
 // Copies contiguous tensors one after the other into `out`; for the benchmark.
-void pack_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& out) {
+void pack_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& out, int iterations) {
   std::vector<PackItem> items;
   auto* target = static_cast<uint8_t*>(out.data_ptr());
   size_t offset = 0;
@@ -85,7 +85,7 @@ void pack_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& out)
   if (offset > out.nbytes()) {
     throw UsageError(concat("pack: tensors have ", offset, " bytes, out only ", out.nbytes()));
   }
-  pack(items);
+  for (int i = 0; i < iterations; ++i) pack(items);
 }
 
 }  // namespace
@@ -112,6 +112,7 @@ void bind_reducer(py::module_& module) {
       .def("changed_since_first_round", &Reducer::changed_since_first_round,
            "Indices of parameters that only one of the first and the last round used.");
   module.def("pack", &pack_tensors, py::arg("tensors"), py::arg("out"),
+             py::arg("iterations") = 1,
              "Copies contiguous tensors one after the other into out; for the benchmark.");
   module.def("install_allocator", &GradientAllocator::install,
              "Installs the gradient allocator; an empty string, or why it cannot be used.");

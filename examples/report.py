@@ -19,14 +19,16 @@ _FINAL_NUM_STEPS = 20
 class Tolerance:
     """How far a run may be from the reference, relative to it: pairs of (first step, bound).
 
-    Rounding differs between the runs, and training amplifies it. Measured with torch DDP against
-    one process, small model, 600 steps, an x86-64 machine; the bounds leave room of 30 and more:
+    Rounding differs between the runs, and training amplifies it. Measured with torch DDP on two
+    ranks against one process, small model, 500 steps, an x86-64 machine:
 
-        steps before            20      100     600
-        loss apart by         2e-7     8e-6    5e-4
-        gradient norm         1e-6    1e-4    7e-3
+        steps before           100     500
+        loss apart by         2e-7    4e-6
+        gradient norm apart   2e-6    4e-5
 
-    The first steps are the sharp test: there a skipped reduction is apart by 1e-1, far above.
+    The bounds leave room of 50 and more for other machines and models, and beyond 1000 steps for
+    what was not measured. The first steps are the sharp test: a skipped reduction moves the first
+    gradient norm by 1e-1 already.
     """
 
     bounds: tuple[tuple[int, float], ...]
@@ -36,9 +38,9 @@ class Tolerance:
         return [bound for first_step, bound in self.bounds if first_step <= step][-1]
 
 
-LOSS_TOLERANCE = Tolerance(((0, 1e-5), (20, 1e-3), (100, 3e-2)))
+LOSS_TOLERANCE = Tolerance(((0, 1e-5), (100, 1e-3), (1000, 3e-2)))
 # The loss alone would miss a wrong factor: AdamW and clipping undo it.
-GRADIENT_NORM_TOLERANCE = Tolerance(((0, 1e-4), (20, 1e-2), (100, 3e-1)))
+GRADIENT_NORM_TOLERANCE = Tolerance(((0, 1e-4), (100, 1e-2), (1000, 3e-1)))
 
 
 def disagreements(results: list[EngineResult]) -> list[str]:

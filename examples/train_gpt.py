@@ -39,7 +39,7 @@ from gpt_training import (
 from report import disagreements, draw_losses, render_table
 from stdlib_text import LICENSE_NOTE, NoTextError, StdlibText, read_stdlib
 
-_DEFAULT_NUM_STEPS = {"small": 600, "tiny": 200}
+_DEFAULT_NUM_STEPS = {"small": 500, "tiny": 200}
 _DEFAULT_BATCH = 16
 _INTERRUPTED = 130
 
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None, pydist_wrapper: Wrapper | None 
             # Here its error is one sentence; in the ranks it would be several tracebacks.
             importlib.import_module("pydist")
         text = read_stdlib()
+    except ModuleNotFoundError as error:
+        return fail(f"{error}; `make demo` installs what the demo needs")
     except (ImportError, NoTextError) as error:
         return fail(str(error))
     plan = plan_training(options, pydist_wrapper or wrap_with_pydist)
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str] | None = None, pydist_wrapper: Wrapper | None 
         fail("interrupted")
         return _INTERRUPTED
     print(f"\nWritten by the model that '{result.engines[-1].name}' trained:\n")
-    print("\n".join("    | " + line for line in result.sample.splitlines()))
+    print("\n".join(f"    | {line[:92]}" for line in result.sample.splitlines()))
     print("\n" + render_table(result.engines, plan))
     print_footnotes(plan)
     draw_losses(result.engines, options.output)

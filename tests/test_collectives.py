@@ -22,8 +22,8 @@ COMPLEX = [torch.complex64, torch.complex128]
 Op = dist.ReduceOp
 
 # Of float32: none, one, odd, both sides of what fits into a cache line (48 bytes), into the eager
-# area (8 KiB) and into one step through the slots of 2 and 4 ranks, and more than all buffers.
-SIZES = [0, 1, 7, 12, 13, 2048, 2049, 65536, 65537, 300001]
+# area (4 KiB) and into one step through the slots of 2 and 4 ranks, and more than all buffers.
+SIZES = [0, 1, 7, 12, 13, 1024, 1025, 65536, 65537, 300001]
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> Tensor:

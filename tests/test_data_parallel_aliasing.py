@@ -66,10 +66,10 @@ class Concatenated(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.parts = nn.ParameterList(torch.randn(width, n * width) for n in (1, 2, 1))
+        self.parts = nn.ParameterList(torch.randn(n * width, width) for n in (1, 2, 1))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return inputs @ torch.cat(list(self.parts), dim=1)
+        return nn.functional.linear(inputs, torch.cat(list(self.parts)))
 
 
 class Unbound(nn.Module):

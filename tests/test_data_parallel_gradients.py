@@ -93,6 +93,8 @@ def act_during_round(rank: int, world_size: int, action: str, width: int) -> str
         backward_both(model, expected, rank, 2)
     except pydist.UsageError as error:
         return str(error)
+    except pydist.PeerError:
+        return "peer refused"  # it was the faster one
     assert_reduced(model, expected)
     return "right"
 
@@ -105,8 +107,11 @@ def test_gradient_memory_exchanged_during_the_round(
     """A hook moves, frees or replaces the memory of a gradient that peers may be reading: the
     result is right, or UsageError names the parameter; never a crash or another value."""
     outcomes = transport.pool(2).run(act_during_round, action, width)
-    for outcome in outcomes:
-        assert "last.weight" in outcome or (outcome == "right" and action != "shrink")
+    if set(outcomes) == {"right"}:
+        assert action != "shrink"
+    else:
+        assert any("last.weight" in outcome for outcome in outcomes)
+        assert "right" not in outcomes
 
 
 def drop_in_hook(rank: int, world_size: int, width: int) -> str:
@@ -117,16 +122,16 @@ def drop_in_hook(rank: int, world_size: int, width: int) -> str:
 
     module.last.weight.register_post_accumulate_grad_hook(step_and_drop)
     model = DataParallel(module)
-    error = expect_error(pydist.UsageError, lambda: loss_of(model, rank, 0).backward())
-    return str(error)
+    errors = (pydist.UsageError, pydist.PeerError)  # whoever is faster lets the peer know
+    return str(expect_error(errors, lambda: loss_of(model, rank, 0).backward()))
 
 
 @pytest.mark.parametrize("width", list(WIDTHS.values()))
 def test_optimizer_in_backward_is_refused(transport: Transport, width: int) -> None:
     """A post-accumulate hook that steps and sets .grad to None runs before the reduction: replicas
     would drift apart silently, so the error names the parameter."""
-    for message in transport.pool(2).run(drop_in_hook, width):
-        assert "last.weight" in message
+    messages = transport.pool(2).run(drop_in_hook, width)
+    assert any("last.weight" in message for message in messages)
 
 
 def keep_many(rank: int, world_size: int, width: int) -> None:

@@ -5,6 +5,7 @@ import copy
 import gc
 import pickle
 import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -376,6 +377,23 @@ def train_in_threads(rank: int, world_size: int) -> None:
 def test_backward_in_another_thread(transport: Transport) -> None:
     """Forward in one thread and backward in a new one each time."""
     transport.pool(2).run(train_in_threads)
+
+
+def train_quietly(rank: int, world_size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = DataParallel(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+        with model.no_sync():
+            loss_of(model, rank, 3).backward()
+        model.report()
+
+
+def test_ordinary_use_warns_of_nothing(transport: Transport) -> None:
+    """Neither wrapping nor training says anything that the user can do nothing about."""
+    transport.pool(2).run(train_quietly)
 
 
 class ReturnsParameter(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from conftest import Transport
-from models import Transformer, mlp, wavy_loss
+from models import KINDS, Transformer, mlp, wavy_loss
 from pydist import DataParallel
 from reference import draw
 from transport_differences import HAS_ARENA
@@ -95,11 +95,8 @@ def report_reasons(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     small = DataParallel(mlp(16, 2))
     found["small"] = count_steps(small, lambda step: wavy_loss(small(draw(rank, step, 4, 16))), 2)
 
-    module = mlp(width, 1)
-    kept: list[Tensor] = []
-    module[0].weight.register_hook(kept.append)  # type: ignore[operator]
-    held = DataParallel(module)
-    found["held"] = count_steps(held, lambda step: loss(held, step), 2)
+    shared = DataParallel(KINDS["cat"].module("large"))
+    found["shared"] = count_steps(shared, lambda step: loss(shared, step), 2)
 
     views = DataParallel(mlp(width, 1), gradient_as_bucket_view=True)
     found["views"] = count_steps(views, lambda step: loss(views, step), 2)
@@ -107,7 +104,7 @@ def report_reasons(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
 
 
 def test_reasons_for_packing(transport: Transport) -> None:
-    """The report tells small gradients, gradients that a hook holds, and bucket views apart."""
+    """The report tells small gradients, those that share memory, and bucket views apart."""
     for found in transport.pool(2).run(report_reasons):
         reasons = [
             {
@@ -115,12 +112,12 @@ def test_reasons_for_packing(transport: Transport) -> None:
                 for reason, nbytes in found[name]["packed"].items()
                 if nbytes > 10_000 or (name == "small" and nbytes > 0)
             }
-            for name in ("small", "held", "views")
+            for name in ("small", "shared", "views")
         ]
         assert all(len(each) == 1 for each in reasons)
         if HAS_ARENA[transport.name]:
             assert len(set.union(*reasons)) == 3
-        assert found["views"]["born"] == found["held"]["born"] == found["small"]["born"] == 0
+        assert found["views"]["born"] == found["shared"]["born"] == found["small"]["born"] == 0
 
 
 def read_report(rank: int, world_size: int) -> str:

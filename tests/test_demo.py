@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+import pydist
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TINY = ["--model", "tiny", "--steps", "15"]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -26,7 +28,9 @@ sys.exit(train_gpt.main(sys.argv[2:], pydist_wrapper=getattr(test_demo, sys.argv
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs Python in `folder`, so that the picture lands there."""
-    paths = os.pathsep.join([str(EXAMPLES), str(Path(__file__).parent)])
+    # The pydist that these tests see, installed or not.
+    folders = [EXAMPLES, Path(__file__).parent, Path(pydist.__file__).parents[1]]
+    paths = os.pathsep.join(map(str, folders))
     return subprocess.run(
         [sys.executable, *command],
         cwd=folder,

@@ -10,3 +10,7 @@ BITS_INDEPENDENT_OF_BUCKETS = {"shared_memory": (2, 3), "process_group": (2,)}
 # A rank that was killed cannot say so: shared memory knows whom it has lost, a process group only
 # that a connection broke. A rank that raised is named by both.
 NAMES_DEAD_RANK = {"shared_memory": True, "process_group": False}
+
+# set_flush_denormal on one rank alone: shared memory reduces under its own floating-point settings,
+# a process group under those of whichever rank adds a piece up.
+CONTROLS_ROUNDING = {"shared_memory": True, "process_group": False}

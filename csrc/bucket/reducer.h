@@ -127,11 +127,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Between gradients and units.
   const char* why_not_in_place(const Parameter& parameter, const at::Tensor& gradient,
                                const std::vector<at::Tensor>& incoming) const;
+  void check_present(const Parameter& parameter) const;
   void pack_unit(int unit, bool only_again);
-  void pack_member(const Parameter& parameter, const at::Tensor& gradient, uint8_t* target) const;
   void deliver(const Bitmap& used);
   void deliver_in_place(Parameter& parameter, UnitState& state);
-  void deliver_packed(Parameter& parameter, UnitState& state);
+  void deliver_packed(Parameter& parameter);
   void add_second(int unit, const Bitmap& again, const at::Tensor& first);
   at::Tensor bucket_of(int unit);
   at::Tensor view_of(const Parameter& parameter);

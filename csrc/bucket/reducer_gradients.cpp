@@ -25,6 +25,21 @@ bool same_layout(const at::Tensor& variable, const at::Tensor& gradient) {
          !gradient.is_neg();
 }
 
+// A hook may have freed the storage under the tensor; reading or writing it would then crash.
+void check_memory(const std::string& name, const at::Tensor& gradient) {
+  const int64_t last = gradient.numel() == 0 ? 0 : [&] {
+    int64_t offset = gradient.storage_offset();
+    for (int64_t d = 0; d < gradient.dim(); ++d) {
+      offset += (gradient.size(d) - 1) * gradient.stride(d);
+    }
+    return offset + 1;
+  }();
+  PYDIST_CHECK(gradient.storage().nbytes() >= static_cast<size_t>(last) * gradient.itemsize(),
+               UsageError, "the memory of the gradient of parameter ", name,
+               " was freed or shrunk during backward, before ranks had averaged it; do that after "
+               "backward()");
+}
+
 }  // namespace
 
 // Reducing in place overwrites the gradient's memory, so this process must hold that memory alone:
@@ -41,7 +56,6 @@ const char* Reducer::why_not_in_place(const Parameter& parameter, const at::Tens
   if (gradient.storage_offset() != 0 || storage.nbytes() != parameter.nbytes) {
     return "shared storage";
   }
-  if (gradient.use_count() != 1) return "held by user code";
   size_t holders = 1;
   for (const at::Tensor& tensor : incoming) {
     if (!tensor.defined() || !tensor.has_storage() || !tensor.storage().is_alias_of(storage)) {
@@ -102,6 +116,15 @@ at::Tensor Reducer::view_of(const Parameter& parameter) {
   return view;
 }
 
+// A gradient that was ready must still be there.
+void Reducer::check_present(const Parameter& parameter) const {
+  const bool present = parameter.aside.defined() || parameter.variable.grad().defined();
+  PYDIST_CHECK(present || !parameter.ready, UsageError, "the gradient of parameter ",
+               parameter.name,
+               " was set to None during backward, before ranks had averaged it; do that after "
+               "backward()");
+}
+
 // Writes every member's contribution: its current `.grad`, zeros where there is none; or, in the
 // second round, what came again.
 void Reducer::pack_unit(int unit, bool only_again) {
@@ -113,6 +136,8 @@ void Reducer::pack_unit(int unit, bool only_again) {
     const at::Tensor& gradient = parameter.variable.grad();
     uint8_t* target = member_memory(parameter);
     const bool gives = gradient.defined() && (!only_again || record_.again.test(member.parameter));
+    check_present(parameter);
+    if (gives) check_memory(parameter.name, gradient);
     if (!gives) {
       items.push_back({nullptr, target, parameter.nbytes});
     } else if (!parameter.dense || !same_layout(parameter.variable, gradient)) {
@@ -133,7 +158,7 @@ void Reducer::deliver(const Bitmap& used) {
     if (state.in_place != nullptr) {
       deliver_in_place(parameter, state);
     } else {
-      deliver_packed(parameter, state);
+      deliver_packed(parameter);
     }
   }
 }
@@ -152,14 +177,14 @@ void Reducer::deliver_in_place(Parameter& parameter, UnitState& state) {
   gradient.unsafeGetTensorImpl()->bump_version();
 }
 
-void Reducer::deliver_packed(Parameter& parameter, UnitState& state) {
+void Reducer::deliver_packed(Parameter& parameter) {
   at::Tensor& gradient =
       parameter.aside.defined() ? parameter.aside : parameter.variable.mutable_grad();
+  check_present(parameter);
   if (options_.bucket_view) {
     const bool is_view = gradient.defined() && gradient.data_ptr() == member_memory(parameter);
     if (!is_view) gradient = view_of(parameter);
     gradient.unsafeGetTensorImpl()->bump_version();
-    (void)state;
     return;
   }
   if (!gradient.defined()) {
@@ -168,6 +193,7 @@ void Reducer::deliver_packed(Parameter& parameter, UnitState& state) {
                    ? at::empty_strided(variable.sizes(), variable.strides(), variable.options())
                    : at::empty(variable.sizes(), variable.options());
   }
+  check_memory(parameter.name, gradient);
   if (parameter.dense && same_layout(parameter.variable, gradient) && !gradient.requires_grad()) {
     std::memcpy(gradient.data_ptr(), member_memory(parameter), parameter.nbytes);
     gradient.unsafeGetTensorImpl()->bump_version();

@@ -116,6 +116,7 @@ class ShmCommunicator {
   bool transfer_direct(const Collective& collective, const Call& call);
   void all_reduce_direct(const Collective& collective, const Call& call);
   int64_t claim_chunk(int64_t num_chunks);
+  int64_t claim_of_run(int r, int64_t num_chunks);
   void reduce_chunk(const Collective& collective, int64_t begin, int64_t num_elements);
   void all_to_all_direct(const Collective& collective);
 

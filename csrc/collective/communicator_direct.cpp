@@ -1,8 +1,11 @@
 // The direct way: peers read, and for all_reduce write, each other's arenas in place.
 //
-// all_reduce: the buffers are cut into chunks, the same on all ranks, which whoever is idle claims:
+// all_reduce: the buffers are cut into chunks, the same on all ranks, and every rank gets an equal run of them. A rank claims
+// its own chunks first (they may be in its cache from last time, and nobody else touches its claim word), then those of
+// others that are late:
 //
-//   claim   (sequence << 20 | next chunk), advanced by compare-and-exchange; the word of an older call counts as next = 0
+//   claim[r] (sequence << 20 | chunks of run r that are claimed), advanced by compare-and-exchange; the word of an older call
+//           counts as none
 //   rank    busy = 1; if the group has failed: busy = 0, raise
 //           claim a chunk, else busy = 0, stop
 //           reduce it in rank order from all copies into all copies; ++done; busy = 0
@@ -23,7 +26,7 @@ namespace {
 
 // Small enough that ranks finish together, large enough that claiming costs nothing (about 0.1 us per chunk).
 constexpr size_t kMaxChunkNbytes = size_t{128} << 10;
-constexpr size_t kMinChunkNbytes = size_t{8} << 10;
+constexpr size_t kMinChunkNbytes = size_t{4} << 10;
 constexpr int kChunksPerRank = 4;
 constexpr int kChunkBits = 20;
 constexpr int64_t kMaxChunks = (int64_t{1} << kChunkBits) - 1;
@@ -122,9 +125,19 @@ void ShmCommunicator::all_reduce_direct(const Collective& collective, const Call
       [&] { return call.describe(); });
 }
 
-// The next chunk that nobody has claimed, or -1.
+// A chunk that nobody has claimed, or -1.
 int64_t ShmCommunicator::claim_chunk(int64_t num_chunks) {
-  auto& word = *reinterpret_cast<std::atomic<uint64_t>*>(board_->payload() + layout_.claim());
+  for (int k = 0; k < size_; ++k) {
+    const int r = (rank_ + k) % size_;
+    const int64_t begin = num_chunks * r / size_, end = num_chunks * (r + 1) / size_;
+    const int64_t index = claim_of_run(r, end - begin);
+    if (index >= 0) return begin + index;
+  }
+  return -1;
+}
+
+int64_t ShmCommunicator::claim_of_run(int r, int64_t num_chunks) {
+  auto& word = reinterpret_cast<Counter*>(board_->payload() + layout_.claim(r))->value;
   uint64_t seen = word.load(std::memory_order_relaxed);
   for (;;) {
     const bool current = seen >> kChunkBits == sequence_;

@@ -15,6 +15,7 @@
 #include <cstring>
 
 #include "collective/communicator.h"
+#include "collective/stream_copy.h"
 
 namespace pydist {
 
@@ -25,6 +26,9 @@ int64_t divide_up(int64_t value, int64_t divisor) { return (value + divisor - 1)
 void copy(void* to, const void* from, size_t nbytes) {
   if (to != from && nbytes > 0) std::memcpy(to, from, nbytes);
 }
+
+// From a reduction, still in the cache when it is copied on.
+constexpr int64_t kBlockNbytes = 16 << 10;
 
 }  // namespace
 
@@ -45,7 +49,7 @@ class ShmCommunicator::ByteList {
 
   void read(size_t begin, size_t nbytes, uint8_t* to) const {
     visit(begin, nbytes, [&](uint8_t* piece, size_t piece_nbytes) {
-      std::memcpy(to, piece, piece_nbytes);
+      stream_copy(to, piece, piece_nbytes);
       to += piece_nbytes;
     });
   }
@@ -140,18 +144,24 @@ void ShmCommunicator::all_reduce_staged(const Collective& collective, const Call
         for (int r = 0; r < size_; ++r) {
           const Slice slice = slice_of(t, r);
           if (r != rank_) {
-            copy(slot(t, rank_) + r * slice_nbytes, slice.data, slice.num_elements * element_nbytes);
+            stream_copy(slot(t, rank_) + r * slice_nbytes, slice.data,
+                        slice.num_elements * element_nbytes);
           }
         }
       },
       [&](int64_t t) {
         const Slice mine = slice_of(t, rank_);
-        for (int r = 0; r < size_; ++r) inputs_[r] = slot(t, r) + rank_ * slice_nbytes;
-        inputs_[rank_] = mine.data;
-        outputs_[0] = mine.data;
-        outputs_[1] = result(t, rank_);
-        reduce(buffer.dtype, collective.op,
-               {inputs_.data(), size_, outputs_.data(), 2, mine.num_elements}, board_->isa());
+        const int64_t end = mine.num_elements * element_nbytes;
+        for (int64_t at = 0; at < end; at += kBlockNbytes) {
+          const int64_t nbytes = std::min(kBlockNbytes, end - at);
+          for (int r = 0; r < size_; ++r) inputs_[r] = slot(t, r) + rank_ * slice_nbytes + at;
+          inputs_[rank_] = mine.data + at;
+          outputs_[0] = mine.data + at;
+          reduce(buffer.dtype, collective.op,
+                 {inputs_.data(), size_, outputs_.data(), 1, nbytes / element_nbytes},
+                 board_->isa());
+          stream_copy(result(t, rank_) + at, mine.data + at, nbytes);
+        }
       },
       [&](int64_t t) {
         for (int r = 0; r < size_; ++r) {
@@ -175,7 +185,8 @@ void ShmCommunicator::reduce_scatter_staged(const Collective& collective, const 
       [&](int64_t t) {
         for (int r = 0; r < size_; ++r) {
           if (r == rank_) continue;
-          copy(slot(t, rank_) + r * slice_nbytes, input_of(t, r), elements_of(t) * element_nbytes);
+          stream_copy(slot(t, rank_) + r * slice_nbytes, input_of(t, r),
+                      elements_of(t) * element_nbytes);
         }
       },
       [&](int64_t t) {
@@ -196,7 +207,7 @@ void ShmCommunicator::all_gather_staged(const Collective& collective, const Call
   run_staged(
       {call, divide_up(share_nbytes, slot_nbytes)},
       [&](int64_t t) {
-        copy(slot(t, rank_), collective.input.bytes() + begin_of(t), nbytes_of(t));
+        stream_copy(slot(t, rank_), collective.input.bytes() + begin_of(t), nbytes_of(t));
       },
       [&](int64_t t) {
         for (int r = 0; r < size_; ++r) {
@@ -247,7 +258,7 @@ void ShmCommunicator::all_to_all_staged(const Collective& collective, const Call
       [&](int64_t t) {
         visit_slices(t, collective.input, collective.input_splits,
                      [&](int r, const uint8_t* from, int64_t nbytes) {
-                       copy(slot(t, rank_) + r * slice_nbytes, from, nbytes);
+                       stream_copy(slot(t, rank_) + r * slice_nbytes, from, nbytes);
                      });
       },
       [&](int64_t t) {

@@ -92,9 +92,10 @@ Arena* Arena::if_exists() { return existing_arena.load(std::memory_order_acquire
 
 Arena::Arena() : capacity_(choose_capacity()) {
   fd_ = make_memfd("pydist-arena", capacity_);
-  static Mapping mapping;
-  mapping = Mapping(fd_.get(), capacity_, ForkBehavior::kInherit);
-  base_ = mapping.data();
+  // Leaked as well: were it unmapped during exit, the kernel could not mark the life mutex in it as
+  // its owner's thread ends, and peers would wait for a process that is gone.
+  static auto* mapping = new Mapping(fd_.get(), capacity_, ForkBehavior::kInherit);
+  base_ = mapping->data();
   ::madvise(base_, capacity_, MADV_DONTDUMP);
   charge_memory(fd_, 0, kPageNbytes);
   committed_ = kPageNbytes;

@@ -90,7 +90,7 @@ bool in_arena(Place place, int rank) {
 constexpr Place kPlaces[] = {Place::kNone, Place::kAll, Place::kEven};
 
 // Inline, eager and their edges, one slot and its edges, several chunks, more than all buffers.
-const std::vector<int64_t> kSizes = {0, 1, 3, 12, 13, 1000, 2048, 2049, 20000, 65536, 65537, 300001};
+const std::vector<int64_t> kSizes = {0, 1, 3, 12, 13, 1000, 1024, 1025, 20000, 65536, 65537, 300001};
 
 void test_all_reduce() {
   for (int size : {1, 2, 3, 4}) {
@@ -450,7 +450,7 @@ void test_call_word() {
 void test_layout() {
   for (int size : {1, 2, 3, 8, 64, 192}) {
     const PayloadLayout layout(size);
-    size_t end = kCacheLineNbytes;
+    size_t end = 0;
     const auto place = [&](size_t begin, size_t nbytes) {
       CHECK(begin == end && begin % kCacheLineNbytes == 0);
       end = begin + nbytes;
@@ -459,6 +459,7 @@ void test_layout() {
     const auto for_all = [&](auto&& visit) {
       for (uint64_t parity : {0, 1}) for (int r = 0; r < size; ++r) visit(parity, r);
     };
+    for (int r = 0; r < size; ++r) place(layout.claim(r), sizeof(Counter));
     for_all([&](uint64_t p, int r) { place(layout.call(p, r), sizeof(CallLine)); });
     for (int r = 0; r < size; ++r) place(layout.flags(r), sizeof(RankFlags));
     for_all([&](uint64_t p, int r) { place(layout.splits(p, r), (size_t(size) * 16 + 63) / 64 * 64); });
