@@ -198,7 +198,8 @@ class Progress:
         self.done = 0
         self.shown = shown
         self.bar: tqdm | None = None
-        if shown and sys.stderr.isatty():
+        # tqdm draws nothing on a terminal without lines, as some recorders have it.
+        if shown and sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).lines > 1:
             self.bar = tqdm(total=self.total, unit="step", dynamic_ncols=True)
 
     def advance(self, record: RankRecord) -> None:

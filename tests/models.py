@@ -72,6 +72,21 @@ class OneUnused(nn.Module):
         return self.net2(x)  # type: ignore[no-any-return]
 
 
+class TwoLayers(nn.Module):
+    """Calls `between` in backward when the last layer's gradients are there, the first's not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.last = nn.Linear(width, width)
+        self.between: Callable[[], Any] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden.register_hook(lambda _: self.between())
+        return self.last(hidden)  # type: ignore[no-any-return]
+
+
 def mlp(width: int, num_layers: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(1)
     layers: list[nn.Module] = []

@@ -4,6 +4,8 @@ Autograd hands one block of memory to several owners: two parameters, or a param
 gradient still on its way to other layers. Each test builds such a pair, large and small.
 """
 
+import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +14,29 @@ import torch
 from torch import Tensor, nn
 
 from conftest import Transport
-from models import WIDTHS, wavy_loss
+from models import WIDTHS, TwoLayers, wavy_loss
 from pydist import DataParallel
 from reference import OneProcess, assert_reduced, draw
+
+# Rank 0 stops for so long in the middle of backward, while its peer reduces whatever both have
+# published: long enough for a write to memory that is still in use to come in time.
+PAUSE_S = 0.1
+
+
+def loss_of(module: nn.Module, rank: int, step: int, width: int) -> Tensor:
+    return wavy_loss(module(draw(rank, step, 4, width)))
+
+
+class Pausing(nn.Module):
+    """Calls `pause` when the gradient of some output is there, before it is passed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pause: Callable[[], Any] = lambda: None
+
+    def pause_at(self, output: Tensor) -> Tensor:
+        output.register_hook(lambda _: self.pause())
+        return output
 
 
 class ViewsOfOneGradient(nn.Module):
@@ -30,7 +52,7 @@ class ViewsOfOneGradient(nn.Module):
         return torch.mm(inputs, self.x.view(width, width) + self.y.view(width, width))
 
 
-class PendingGradient(nn.Module):
+class PendingGradient(Pausing):
     """layer(h) + position.view(): the position's gradient is still needed by the layer."""
 
     def __init__(self, width: int) -> None:
@@ -42,11 +64,12 @@ class PendingGradient(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         width = self.layer.in_features
         inputs = inputs.repeat(width // inputs.shape[0], 1)
-        hidden: Tensor = self.layer(torch.tanh(self.first(inputs)))
-        return hidden + self.position.view(width, width)
+        hidden = self.pause_at(self.layer(torch.tanh(self.first(inputs))))
+        # The gradient that the sum passes on is made by tanh, within the backward of this module.
+        return torch.tanh(hidden + self.position.view(width, width))
 
 
-class PendingBehindView(nn.Module):
+class PendingBehindView(Pausing):
     """The same through several views, and with two parameters waiting for one gradient."""
 
     def __init__(self, width: int) -> None:
@@ -57,8 +80,8 @@ class PendingBehindView(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         width = self.layer.in_features
-        hidden: Tensor = self.layer(inputs.repeat(width // inputs.shape[0], 1))
-        return (hidden.view(1, -1) + self.b).view(width, width) + self.a
+        hidden = self.pause_at(self.layer(inputs.repeat(width // inputs.shape[0], 1)))
+        return torch.tanh((hidden.view(1, -1) + self.b).view(width, width) + self.a)
 
 
 class Concatenated(nn.Module):
@@ -116,15 +139,14 @@ def check_steps(
     prepare(module)
     model = DataParallel(module)
 
-    def loss(module: nn.Module, rank: int, step: int) -> Tensor:
-        return wavy_loss(module(draw(rank, step, 4, width)))
-
+    if rank == 0:
+        model.module.pause = functools.partial(time.sleep, PAUSE_S)
     for step in range(3 + num_accumulating):
         if step < 3:
             model.zero_grad()
             expected.zero_grad()
-        loss(model, rank, step).backward()
-        expected.backward(loss, step)
+        loss_of(model, rank, step, width).backward()
+        expected.backward(loss_of, step, width)
         assert_reduced(model, expected)
 
 
@@ -202,23 +224,49 @@ def test_tensor_hooks(transport: Transport, name: str, size: str) -> None:
     transport.pool(2).run(run_hooks, name, size)
 
 
-def run_keeping_hook(rank: int, world_size: int, width: int) -> None:
+# What a hook may keep: the tensor, which makes autograd copy it, or an alias that autograd, which
+# counts tensors and not the users of their memory, does not see.
+KEEPING: dict[str, Callable[[Tensor], Tensor]] = {
+    "tensor": lambda gradient: gradient,
+    "detached": lambda gradient: gradient.detach(),
+    "view": lambda gradient: gradient.view(-1),
+    "part": lambda gradient: gradient[0],
+    "numpy": lambda gradient: torch.from_numpy(gradient.numpy()),
+}
+
+
+def run_keeping_hook(rank: int, world_size: int, what: str, width: int) -> None:
     torch.manual_seed(1)
-    module = nn.Linear(width, width, bias=False)
+    module = TwoLayers(width)
+    expected = OneProcess(module, world_size)
     model = DataParallel(module)
     seen: list[tuple[Tensor, Tensor]] = []
-    module.weight.register_hook(lambda gradient: seen.append((gradient, gradient.clone())))
-    for step in range(3):
+
+    def keep(gradient: Tensor) -> None:
+        seen.append((KEEPING[what](gradient), KEEPING[what](gradient.clone())))
+
+    def compare() -> None:
+        time.sleep(PAUSE_S if rank == 0 else 0)
+        assert torch.equal(*seen[-1]), "what the hook kept was changed in the middle of backward"
+
+    module.last.weight.register_hook(keep)
+    module.between = compare
+    for step in range(2):
         model.zero_grad()
-        wavy_loss(model(draw(rank, step, 4, width))).backward()
-    for gradient, copy in seen:
-        assert torch.equal(gradient, copy), "what the hook kept was changed by the reduction"
+        expected.zero_grad()
+        loss_of(model, rank, step, width).backward()
+        expected.backward(loss_of, step, width)
+        assert_reduced(model, expected)
+    if what == "tensor":
+        assert all(torch.equal(*pair) for pair in seen), "what the hook kept was changed"
 
 
 @pytest.mark.parametrize("width", list(WIDTHS.values()))
-def test_what_a_hook_kept_stays_local(transport: Transport, width: int) -> None:
-    """A tensor hook that kept the gradient still holds this rank's own values afterwards."""
-    transport.pool(2).run(run_keeping_hook, width)
+@pytest.mark.parametrize("what", list(KEEPING))
+def test_what_a_hook_kept_stays_local(transport: Transport, what: str, width: int) -> None:
+    """A tensor hook keeps the gradient, or an alias of its memory, and looks at it again later in
+    the backward, when a peer is already through: it still has this rank's own values."""
+    transport.pool(2).run(run_keeping_hook, what, width)
 
 
 def run_retain_grad(rank: int, world_size: int, size: str) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import pydist
 from conftest import Transport
-from models import WIDTHS, mlp, wavy_loss
+from models import WIDTHS, TwoLayers, mlp, wavy_loss
 from pydist import DataParallel
 from reference import (
     OneProcess,
@@ -25,21 +26,6 @@ from reference import (
     expect_error,
     gradients,
 )
-
-
-class TwoLayers(nn.Module):
-    """Calls `between` in backward when the last layer's gradients are there, the first's not."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.last = nn.Linear(width, width)
-        self.between: Callable[[], Any] = lambda: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        hidden.register_hook(lambda _: self.between())
-        return self.last(hidden)  # type: ignore[no-any-return]
 
 
 def two_layers(width: int) -> TwoLayers:
@@ -89,6 +75,7 @@ def act_during_round(rank: int, world_size: int, action: str, width: int) -> str
     model.zero_grad()
     expected.zero_grad()
     module.between = act
+    dist.barrier()  # a peer that is still in the round before would fail with it
     try:
         backward_both(model, expected, rank, 2)
     except pydist.UsageError as error:

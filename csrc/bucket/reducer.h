@@ -100,6 +100,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     uintptr_t post_hook = 0;
     // Of this round:
     bool ready = false;
+    at::Tensor kept;   // a copy of `.grad`, to be restored if no rank used the parameter
     at::Tensor aside;  // `.grad` while its memory is published and autograd fills another
   };
   struct UnitState {

@@ -132,7 +132,7 @@ void Reducer::pack_unit(int unit, bool only_again) {
   std::vector<PackItem> items;
   items.reserve(units_[unit].members.size());
   for (const Member& member : units_[unit].members) {
-    const Parameter& parameter = parameters_[member.parameter];
+    Parameter& parameter = parameters_[member.parameter];
     const at::Tensor& gradient = parameter.variable.grad();
     uint8_t* target = member_memory(parameter);
     const bool gives = gradient.defined() && (!only_again || record_.again.test(member.parameter));
@@ -142,8 +142,10 @@ void Reducer::pack_unit(int unit, bool only_again) {
       items.push_back({nullptr, target, parameter.nbytes});
     } else if (!parameter.dense || !same_layout(parameter.variable, gradient)) {
       element_view(parameter).copy_(gradient);
-    } else if (gradient.data_ptr() != target) {  // a bucket view is there already
+    } else if (gradient.data_ptr() != target) {
       items.push_back({gradient.data_ptr(), target, parameter.nbytes});
+    } else if (!parameter.ready) {
+      parameter.kept = gradient.clone();  // a bucket view that is reduced along with its neighbours
     }
   }
   pack(items);
@@ -153,7 +155,12 @@ void Reducer::deliver(const Bitmap& used) {
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
-    if (parameter.unit < 0 || !used.test(static_cast<int>(i))) continue;
+    if (parameter.unit < 0) continue;
+    const at::Tensor kept = std::move(parameter.kept);
+    if (!used.test(static_cast<int>(i))) {
+      if (kept.defined()) parameter.variable.mutable_grad().copy_(kept);
+      continue;
+    }
     UnitState& state = states_[parameter.unit];
     if (state.in_place != nullptr) {
       deliver_in_place(parameter, state);

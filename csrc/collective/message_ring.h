@@ -27,9 +27,12 @@ class RingWriter {
     return nbytes_ - (written_ - control_->read.value.load(std::memory_order_acquire));
   }
 
+  uint64_t position() const { return written_; }
+
   // Writes as much as there is room for; returns how much.
   size_t write(const void* from, size_t nbytes) {
     nbytes = std::min(nbytes, free_nbytes());
+    if (nbytes == 0) return 0;
     const size_t begin = written_ % nbytes_;
     const size_t first = std::min(nbytes, nbytes_ - begin);
     std::memcpy(data_ + begin, from, first);
@@ -57,19 +60,29 @@ class RingReader {
     return control_->written.value.load(std::memory_order_acquire) - read_;
   }
 
+  uint64_t position() const { return read_; }
+
   // Reads as much as is there, at most nbytes; returns how much.
   size_t read(void* to, size_t nbytes) {
     nbytes = std::min(nbytes, available_nbytes());
+    if (nbytes == 0) return 0;
     const size_t begin = read_ % nbytes_;
     const size_t first = std::min(nbytes, nbytes_ - begin);
     std::memcpy(to, data_ + begin, first);
     std::memcpy(static_cast<uint8_t*>(to) + first, data_, nbytes - first);
+    return advance(nbytes);
+  }
+
+  // The same without keeping it.
+  size_t skip(size_t nbytes) { return advance(std::min(nbytes, available_nbytes())); }
+
+ private:
+  size_t advance(size_t nbytes) {
     read_ += nbytes;
     control_->read.value.store(read_, std::memory_order_release);
     return nbytes;
   }
 
- private:
   RingControl* control_ = nullptr;
   const uint8_t* data_ = nullptr;
   size_t nbytes_ = 0;

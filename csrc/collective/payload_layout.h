@@ -43,7 +43,7 @@ class PayloadLayout {
   static constexpr size_t kMinRingNbytes = size_t{4} << 10;
   static constexpr size_t kMaxRingNbytes = size_t{256} << 10;
   static constexpr size_t kAllRingsNbytes = size_t{4} << 20;
-  static constexpr size_t kRingControlNbytes = 3 * kCacheLineNbytes;
+  static constexpr size_t kRingControlNbytes = 4 * kCacheLineNbytes;
 
   explicit PayloadLayout(int size) : size_(static_cast<size_t>(size)) {
     // Whole cache lines; a slot holds one slice for every rank.

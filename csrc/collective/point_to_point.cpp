@@ -9,16 +9,45 @@ namespace pydist {
 
 namespace {
 
-// What the receiver had asked for when it refused a message. Writer: the receiver, once.
+// The receiver's last refusal. Writer: the receiver. The words are atomic as the next refusal may overwrite them while the
+// sender, who is then told of a mixture of the two, reads them.
 struct alignas(kCacheLineNbytes) Refusal {
-  std::atomic<uint32_t> set;  // the release that publishes the rest
-  MessageHeader expected;
-  MessageHeader found;
+  std::atomic<uint64_t> count;  // the release that publishes the rest
+  std::atomic<int64_t> tag;
+  std::atomic<int64_t> expected_elements, found_elements;
+  std::atomic<uint64_t> expected_dtype, found_dtype;
+  std::atomic<uint64_t> cut_seen;  // the last Cut::message that was read to its end
+
+  void publish(const MessageHeader& expected, const MessageHeader& found) {
+    tag.store(found.tag, std::memory_order_relaxed);
+    expected_elements.store(expected.num_elements, std::memory_order_relaxed);
+    expected_dtype.store(expected.dtype, std::memory_order_relaxed);
+    found_elements.store(found.num_elements, std::memory_order_relaxed);
+    found_dtype.store(found.dtype, std::memory_order_relaxed);
+    count.fetch_add(1, std::memory_order_release);
+  }
+  MessageHeader expected() const { return header(expected_elements, expected_dtype); }
+  MessageHeader found() const { return header(found_elements, found_dtype); }
+
+ private:
+  MessageHeader header(const std::atomic<int64_t>& elements,
+                       const std::atomic<uint64_t>& dtype) const {
+    return {tag.load(std::memory_order_relaxed), elements.load(std::memory_order_relaxed),
+            dtype.load(std::memory_order_relaxed)};
+  }
+};
+
+// The last message that its sender cut short because one was refused, and where its bytes end. Writer: the sender, who begins
+// no other message before the receiver has seen it.
+struct alignas(kCacheLineNbytes) Cut {
+  std::atomic<uint64_t> message;  // counted from 1; the release that publishes `end`
+  std::atomic<uint64_t> end;
 };
 
 struct ChannelControl {
   RingControl ring;
   Refusal refusal;
+  Cut cut;
 };
 static_assert(sizeof(ChannelControl) == PayloadLayout::kRingControlNbytes);
 
@@ -33,6 +62,7 @@ struct Posted {
   const Buffer& buffer;
   const int64_t tag;
   bool done = false;
+  std::string refused = {};  // why the message did not fit
 };
 
 ChannelControl* control_of(const Board& board, const PayloadLayout& layout, int from, int to) {
@@ -59,7 +89,7 @@ class PointToPoint::Inbox {
   bool pump() {
     const std::lock_guard<std::mutex> lock(mutex_);
     bool moved = false;
-    while (refused_.empty() && pump_message()) moved = true;
+    while (pump_message()) moved = true;
     return moved;
   }
 
@@ -72,15 +102,16 @@ class PointToPoint::Inbox {
   void unpost(Posted* posted) {
     const std::lock_guard<std::mutex> lock(mutex_);
     posted_.remove(posted);
-    if (target_ == posted) park();  // its memory is about to go; the rest of the message must still leave the ring
+    if (target_ != posted) return;
+    target_ = nullptr;  // its memory is about to go
+    way_ = Way::kSkip;
   }
 
-  // True once the posted receive has its message. Raises MismatchError where it never will.
+  // True once the posted receive has its message. Raises MismatchError if it has refused it.
   bool take(const Posted* posted) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (posted->done || take_parked(posted->buffer, posted->tag)) return true;
-    PYDIST_CHECK(refused_.empty(), MismatchError, refused_);
-    return false;
+    PYDIST_CHECK(posted->refused.empty(), MismatchError, posted->refused);
+    return posted->done || take_parked(posted->buffer, posted->tag);
   }
 
   // Takes a message with this tag if there is a complete one.
@@ -90,6 +121,9 @@ class PointToPoint::Inbox {
   }
 
  private:
+  // Where the message that is arriving goes.
+  enum class Way { kTarget, kPark, kSkip };
+
   // One step of the stream: a header, or a piece of a message. False when nothing more has arrived.
   bool pump_message() {
     if (!in_message_) {
@@ -97,44 +131,60 @@ class PointToPoint::Inbox {
       reader_.read(&header_, sizeof(header_));
       in_message_ = true;
       received_ = 0;
-      choose_target();
-      if (!refused_.empty()) return true;
+      ++num_messages_;
+      choose_way();
+      return true;
     }
-    uint8_t* to = target_ != nullptr ? target_->buffer.bytes() : parked_.back().data.get();
     const size_t rest = header_.nbytes() - received_;
-    const size_t moved = rest == 0 ? 0 : reader_.read(to + received_, rest);
+    const size_t moved = rest == 0 ? 0 : move(rest);
     received_ += moved;
-    if (received_ < header_.nbytes()) return moved > 0;
-    if (target_ != nullptr) {
-      target_->done = true;
+    if (received_ == header_.nbytes()) {
+      if (way_ == Way::kTarget) target_->done = true;
+      if (way_ == Way::kPark) parked_.back().complete = true;
+    } else if (is_cut()) {  // as if it had never been sent
+      if (way_ == Way::kTarget) posted_.push_front(target_);
+      if (way_ == Way::kPark) parked_.pop_back();
+      control_->refusal.cut_seen.store(num_messages_, std::memory_order_release);
     } else {
-      parked_.back().complete = true;
+      return moved > 0;
     }
     target_ = nullptr;
     in_message_ = false;
     return true;
   }
 
-  void choose_target() {
+  size_t move(size_t nbytes) {
+    if (way_ == Way::kSkip) return reader_.skip(nbytes);
+    uint8_t* to = way_ == Way::kTarget ? target_->buffer.bytes() : parked_.back().data.get();
+    return reader_.read(to + received_, nbytes);
+  }
+
+  // True if the sender has given this message up, and we have read all of it that there is.
+  bool is_cut() const {
+    const Cut& cut = control_->cut;
+    return cut.message.load(std::memory_order_acquire) == num_messages_ &&
+           cut.end.load(std::memory_order_relaxed) == reader_.position();
+  }
+
+  void choose_way() {
     for (auto it = posted_.begin(); it != posted_.end(); ++it) {
       Posted* posted = *it;
       if (posted->tag != header_.tag) continue;
-      if (!header_.fits(posted->buffer)) return refuse(header_, posted->buffer);
-      target_ = posted;
       posted_.erase(it);
+      if (header_.fits(posted->buffer)) {
+        target_ = posted;
+        way_ = Way::kTarget;
+      } else {
+        posted->refused = refuse(header_, posted->buffer);
+        way_ = Way::kSkip;
+      }
       return;
     }
-    park();
-  }
-
-  // The message that is arriving goes to private memory. What a target already got of it is copied, though nobody will ask.
-  void park() {
     Parked parked;
     parked.header = header_;
     parked.data.reset(new uint8_t[header_.nbytes()]);
-    if (target_ != nullptr) std::memcpy(parked.data.get(), target_->buffer.data, received_);
     parked_.push_back(std::move(parked));
-    target_ = nullptr;
+    way_ = Way::kPark;
   }
 
   std::list<Parked>::iterator find_parked(int64_t tag) {
@@ -146,25 +196,19 @@ class PointToPoint::Inbox {
   bool take_parked(const Buffer& buffer, int64_t tag) {
     const auto it = find_parked(tag);
     if (it == parked_.end() || !it->complete) return false;
-    if (!it->header.fits(buffer)) {
-      refuse(it->header, buffer);
-      throw MismatchError(refused_);
-    }
-    if (buffer.nbytes() > 0) std::memcpy(buffer.data, it->data.get(), buffer.nbytes());
+    const Parked parked = std::move(*it);
     parked_.erase(it);
+    if (!parked.header.fits(buffer)) throw MismatchError(refuse(parked.header, buffer));
+    if (buffer.nbytes() > 0) std::memcpy(buffer.data, parked.data.get(), buffer.nbytes());
     return true;
   }
 
-  void refuse(const MessageHeader& found, const Buffer& expected) {
-    if (!refused_.empty()) return;
-    MessageHeader wanted = found;
-    wanted.num_elements = expected.num_elements;
-    wanted.dtype = static_cast<uint64_t>(expected.dtype);
-    refused_ = concat("recv expected ", wanted.describe(), ", but ", source_, " sent ",
-                      found.describe(), "; messages from it cannot be received any more");
-    control_->refusal.expected = wanted;
-    control_->refusal.found = found;
-    control_->refusal.set.store(1, std::memory_order_release);
+  // Tells the sender; returns what to tell the receiver.
+  std::string refuse(const MessageHeader& found, const Buffer& buffer) {
+    const MessageHeader expected = MessageHeader::of(buffer, found.tag);
+    control_->refusal.publish(expected, found);
+    return concat("recv expected ", expected.describe(), ", but ", source_, " sent ",
+                  found.describe(), "; make the tensors of the two agree");
   }
 
   std::mutex mutex_;
@@ -174,10 +218,11 @@ class PointToPoint::Inbox {
   MessageHeader header_;  // of the message that is arriving
   bool in_message_ = false;
   size_t received_ = 0;
-  Posted* target_ = nullptr;  // null: the last of parked_
-  std::list<Parked> parked_;
+  uint64_t num_messages_ = 0;  // this one included
+  Way way_ = Way::kSkip;
+  Posted* target_ = nullptr;
+  std::list<Parked> parked_;  // the last may be arriving
   std::list<Posted*> posted_;
-  std::string refused_;
 };
 
 // What this rank sends to one destination: one message at a time.
@@ -190,14 +235,31 @@ class PointToPoint::Outbox {
         destination_(std::move(destination)) {}
 
   bool try_begin() { return !sending_.exchange(true, std::memory_order_acquire); }
+  void begin_message() { ++num_messages_; }
   void end() { sending_.store(false, std::memory_order_release); }
 
-  bool refused() const { return control_->refusal.set.load(std::memory_order_acquire) != 0; }
-  void raise_if_refused() const {
-    PYDIST_CHECK(!refused(), MismatchError, destination_, " refused a message of this rank: it expected ",
-                 control_->refusal.expected.describe(), " and got ",
-                 control_->refusal.found.describe(), "; nothing can be sent to it any more");
+  bool refused() const {
+    return control_->refusal.count.load(std::memory_order_acquire) != num_refusals_;
   }
+  // Once for each refusal that this rank learns of.
+  void raise_if_refused() {
+    if (!refused()) return;
+    num_refusals_ = control_->refusal.count.load(std::memory_order_acquire);
+    throw MismatchError(concat(destination_, " refused a message of this rank: it expected ",
+                               control_->refusal.expected().describe(), " and got ",
+                               control_->refusal.found().describe(),
+                               "; make the tensors of the two agree"));
+  }
+  bool cut_was_seen() const {
+    return control_->refusal.cut_seen.load(std::memory_order_acquire) ==
+           control_->cut.message.load(std::memory_order_relaxed);
+  }
+  // No more bytes of the current message follow.
+  void cut_message() {
+    control_->cut.end.store(writer_.position(), std::memory_order_relaxed);
+    control_->cut.message.store(num_messages_, std::memory_order_release);
+  }
+
   bool has_room() const { return writer_.free_nbytes() > 0; }
   // In pieces, so that the receiver copies one while the next is written.
   size_t write(const void* from, size_t nbytes) {
@@ -210,6 +272,8 @@ class PointToPoint::Outbox {
   const size_t piece_nbytes_;
   const std::string destination_;
   std::atomic<bool> sending_{false};
+  uint64_t num_messages_ = 0;  // begun, this one included
+  uint64_t num_refusals_ = 0;  // that were raised
 };
 
 PointToPoint::PointToPoint(std::shared_ptr<Board> board, const PayloadLayout& layout)
@@ -231,9 +295,20 @@ void PointToPoint::pump_all() {
   if (moved) board_->ring();
 }
 
+template <class Ready, class Describe>
+void PointToPoint::await_progress(int peer, Ready&& ready, Describe&& describe) {
+  board_->wait(
+      [&] {
+        if (ready()) return Board::kNobody;
+        pump_all();
+        return peer;
+      },
+      describe);
+}
+
 void PointToPoint::send(const Buffer& buffer, int destination, int64_t tag) {
   Outbox& outbox = *outboxes_[destination];
-  const MessageHeader header{tag, buffer.num_elements, static_cast<uint64_t>(buffer.dtype)};
+  const MessageHeader header = MessageHeader::of(buffer, tag);
   const auto describe = [&] {
     return "send of " + header.describe() + " to " + board_->describe(destination);
   };
@@ -243,24 +318,25 @@ void PointToPoint::send(const Buffer& buffer, int destination, int64_t tag) {
     Outbox& outbox;
     ~End() { outbox.end(); }
   } end{outbox};
-  const auto write_all = [&](const uint8_t* from, size_t nbytes) {
-    for (size_t written = 0; written < nbytes;) {
-      outbox.raise_if_refused();
-      written += outbox.write(from + written, nbytes - written);
+  const auto write_all = [&](const void* from, size_t nbytes, bool may_cut) {
+    const auto stops = [&] { return may_cut && outbox.refused(); };
+    size_t written = 0;
+    while (!stops()) {
+      written += outbox.write(static_cast<const uint8_t*>(from) + written, nbytes - written);
       board_->ring();
-      if (written == nbytes) return;
-      board_->wait(
-          [&] {
-            if (outbox.has_room() || outbox.refused()) return Board::kNobody;
-            pump_all();
-            return destination;
-          },
-          describe);
+      if (written == nbytes) return true;
+      await_progress(destination, [&] { return outbox.has_room() || stops(); }, describe);
     }
+    return false;
   };
   outbox.raise_if_refused();
-  write_all(reinterpret_cast<const uint8_t*>(&header), sizeof(header));
-  write_all(buffer.bytes(), buffer.nbytes());
+  await_progress(destination, [&] { return outbox.cut_was_seen(); }, describe);
+  outbox.begin_message();
+  write_all(&header, sizeof(header), false);
+  if (write_all(buffer.data, buffer.nbytes(), true)) return;
+  outbox.cut_message();
+  board_->ring();
+  outbox.raise_if_refused();
 }
 
 // A receive from one source, posted while this lives.
@@ -287,7 +363,7 @@ int PointToPoint::receive_any(const Buffer& buffer, int64_t tag) {
 }
 
 int PointToPoint::receive(const Buffer& buffer, int source, int64_t tag) {
-  const MessageHeader wanted{tag, buffer.num_elements, static_cast<uint64_t>(buffer.dtype)};
+  const MessageHeader wanted = MessageHeader::of(buffer, tag);
   const auto describe = [&] {
     return "recv of " + wanted.describe() + " from " +
            (source == kAnySource ? std::string("any rank") : board_->describe(source));

@@ -3,6 +3,9 @@
 // Neither side holds a lock while it waits. Whoever waits, for a message or for room to send one, moves what has arrived
 // from the rings into this process: to the receive that asked for it, else into private ("parked") memory. So a receiver
 // that wants another tag, or two ranks that send to each other first, cannot block the channel.
+//
+// A receive refuses a message of another type or size: it raises, and so does the sender, there and then if it is still
+// writing the message (which it then cuts short), else in its next send. The channel goes on after that message.
 #pragma once
 
 #include <deque>
@@ -24,6 +27,9 @@ struct MessageHeader {
   int64_t num_elements = 0;
   uint64_t dtype = 0;
 
+  static MessageHeader of(const Buffer& buffer, int64_t tag) {
+    return {tag, buffer.num_elements, static_cast<uint64_t>(buffer.dtype)};
+  }
   size_t nbytes() const {
     return static_cast<size_t>(num_elements) * dtype_nbytes(static_cast<DType>(dtype));
   }
@@ -41,10 +47,11 @@ class PointToPoint {
   PointToPoint(std::shared_ptr<Board> board, const PayloadLayout& layout);
   ~PointToPoint();
 
-  // Returns once the message is in the ring or read by its receiver. Raises MismatchError if the receiver has refused one.
+  // Returns once the message is in the ring or read by its receiver. Raises MismatchError, once, if the receiver has
+  // refused this message or an earlier one; then this message is not sent.
   void send(const Buffer& buffer, int destination, int64_t tag);
-  // Fills the buffer and returns the source. Raises MismatchError if the message with this tag is of another type or size;
-  // this direction between the two ranks is unusable from then on.
+  // Fills the buffer and returns the source. Raises MismatchError if the message with this tag is of another type or size,
+  // which is then lost.
   int receive(const Buffer& buffer, int source, int64_t tag);
 
  private:
@@ -53,6 +60,9 @@ class PointToPoint {
   class Posting;
 
   void pump_all();
+  // Waits for the peer, taking in what arrives meanwhile.
+  template <class Ready, class Describe>
+  void await_progress(int peer, Ready&& ready, Describe&& describe);
   // The rank whose message with this tag was here and is taken; else kAnySource.
   int receive_any(const Buffer& buffer, int64_t tag);
 

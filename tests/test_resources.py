@@ -1,0 +1,97 @@
+"""Limits of the machine: what pydist needs it asks for, and says so when it cannot have it."""
+
+import ctypes
+import os
+import resource
+from pathlib import Path
+
+import torch
+from ranks import fresh_ranks
+
+import pydist
+
+MIB = 1024 * 1024
+CLONE_NEWNS = 0x00020000
+MS_REC_PRIVATE = 0x4000 | 0x40000
+
+
+def shrink_shared_memory_folder() -> None:
+    """Gives this process a /dev/shm of 64 KiB. Needs root."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS) != 0 or libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None) != 0:
+        raise OSError(ctypes.get_errno(), "cannot make a mount namespace")
+    if libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=64k") != 0:
+        raise OSError(ctypes.get_errno(), "cannot mount a small /dev/shm")
+
+
+def train_in_small_folder(rank: int, world_size: int) -> str:
+    if os.geteuid() == 0:
+        shrink_shared_memory_folder()
+        assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize <= 64 * 1024
+    model = pydist.DataParallel(torch.nn.Linear(1024, 1024))
+    model(torch.full((4, 1024), float(rank))).sum().backward()
+    tensor = pydist.symmetric_empty(4 * MIB, dtype=torch.float32)
+    pydist.all_reduce(tensor.fill_(rank + 1.0))
+    assert torch.equal(tensor, torch.full_like(tensor, 3.0))
+    assert list(Path("/dev/shm").iterdir()) == []
+    return model.report().transport
+
+
+def test_a_small_dev_shm_does_not_matter() -> None:
+    """Containers give /dev/shm 64 MiB or less; memory comes from memfd, which no such limit binds."""
+    outcomes = fresh_ranks(2, train_in_small_folder)
+    assert [outcome.value for outcome in outcomes] == ["shared_memory"] * 2
+
+
+def exceed_file_limit(rank: int, world_size: int) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, 8 * MIB))
+    small = pydist.symmetric_empty(MIB, dtype=torch.float32)
+    pydist.all_reduce(small.fill_(1.0))
+    assert torch.equal(small, torch.full_like(small, 2.0))
+    try:
+        pydist.symmetric_empty(16 * MIB, dtype=torch.float32)
+    except pydist.ResourceError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_file_size_limit_is_an_error_with_the_remedy() -> None:
+    """Shared memory obeys ulimit -f: what does not fit raises, and never ends in SIGBUS."""
+    for outcome in fresh_ranks(2, exceed_file_limit):
+        assert "ulimit -f" in outcome.value
+
+
+def train_under_file_limit(rank: int, world_size: int) -> tuple[int, int]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, 8 * MIB))
+    # 4 MiB of gradients: kept for three steps they fill the arena, and later ones are packed.
+    model = pydist.DataParallel(torch.nn.Linear(1024, 1024, bias=False))
+    kept = []
+    for step in range(3):
+        model.zero_grad()
+        model(torch.full((1, 1024), float(rank + step))).sum().backward()
+        gradient = model.module.weight.grad
+        assert torch.equal(gradient, torch.full_like(gradient, step + 0.5))
+        kept.append(gradient)
+    for step, gradient in enumerate(kept):
+        assert torch.equal(gradient, torch.full_like(gradient, step + 0.5))
+    report = model.report()
+    return report.born_nbytes // (4 * MIB), sum(report.packed_nbytes.values()) // (4 * MIB)
+
+
+def test_a_full_arena_packs_instead() -> None:
+    """Gradients that users keep fill the arena; the next ones are right nevertheless, or refused."""
+    for outcome in fresh_ranks(2, train_under_file_limit):
+        assert outcome.error == "ResourceError" or outcome.value is not None, outcome
+
+
+def limit_address_space(rank: int, world_size: int) -> str:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2048 * MIB, used + 2048 * MIB))
+    tensor = pydist.symmetric_empty(MIB, dtype=torch.float32)
+    pydist.all_reduce(tensor.fill_(1.0))
+    return str(float(tensor[-1]))
+
+
+def test_an_address_space_limit_is_respected() -> None:
+    """Under ulimit -v the arena reserves less, and still works."""
+    assert [outcome.value for outcome in fresh_ranks(2, limit_address_space)] == ["2.0"] * 2
