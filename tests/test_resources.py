@@ -61,9 +61,9 @@ def test_a_file_size_limit_is_an_error_with_the_remedy() -> None:
         assert "ulimit -f" in outcome.value
 
 
-def train_under_file_limit(rank: int, world_size: int) -> tuple[int, int]:
+def train_under_file_limit(rank: int, world_size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, 8 * MIB))
-    # 4 MiB of gradients: kept for three steps they fill the arena, and later ones are packed.
+    # 4 MiB of gradients: the second step's do not fit beside the first's.
     model = pydist.DataParallel(torch.nn.Linear(1024, 1024, bias=False))
     kept = []
     for step in range(3):
@@ -72,16 +72,14 @@ def train_under_file_limit(rank: int, world_size: int) -> tuple[int, int]:
         gradient = model.module.weight.grad
         assert torch.equal(gradient, torch.full_like(gradient, step + 0.5))
         kept.append(gradient)
-    for step, gradient in enumerate(kept):
-        assert torch.equal(gradient, torch.full_like(gradient, step + 0.5))
-    report = model.report()
-    return report.born_nbytes // (4 * MIB), sum(report.packed_nbytes.values()) // (4 * MIB)
 
 
-def test_a_full_arena_packs_instead() -> None:
-    """Gradients that users keep fill the arena; the next ones are right nevertheless, or refused."""
+def test_a_full_arena_says_what_to_do() -> None:
+    """Gradients that users keep fill the arena; once there is no room to pack either, all ranks
+    raise, and say what to do."""
     for outcome in fresh_ranks(2, train_under_file_limit):
-        assert outcome.error == "ResourceError" or outcome.value is not None, outcome
+        assert outcome.error in ("pydist.ResourceError", "pydist.PeerError"), outcome
+        assert "keep fewer gradients alive" in outcome.message
 
 
 def limit_address_space(rank: int, world_size: int) -> str:

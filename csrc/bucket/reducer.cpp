@@ -105,12 +105,21 @@ class RoundGuard {
     if (reducer_->open_) reducer_->abandon_round("raised in backward");
   }
   void close() {
-    at_autograd_boundary([this] { reducer_->close_round(); });
+    reducer_->guard([this] { reducer_->close_round(); });
   }
 
  private:
   std::shared_ptr<Reducer> reducer_;
 };
+
+void Reducer::guard(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    if (open_) abandon_round(concat("raised in backward (", error.what(), ")"));
+    rethrow_through_autograd(std::current_exception());
+  }
+}
 
 void Reducer::arm() {
   if (!options_.born_in_arena || options_.bucket_view) return;

@@ -22,6 +22,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -79,7 +80,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Parameters whose use changed between the first round and the last.
   std::vector<int> changed_since_first_round() const;
 
-  // Called by the hooks (reducer_hooks.cpp).
+  // Called by the hooks (reducer_hooks.cpp), each within guard(), which tells peers of an error
+  // before it goes on to Python.
+  void guard(const std::function<void()>& action);
   void on_output(bool synchronize);
   void before_accumulation(int index);
   void after_accumulation(int index, const std::vector<at::Tensor>& incoming);

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "bucket/autograd_boundary.h"
 #include "bucket/reducer.h"
 
 namespace pydist {
@@ -22,7 +21,7 @@ class OutputHook final : public FunctionPreHook {
       : reducer_(std::move(reducer)), synchronize_(synchronize) {}
   variable_list operator()(const variable_list& gradients) override {
     if (const auto reducer = reducer_.lock()) {
-      at_autograd_boundary([&] { reducer->on_output(synchronize_); });
+      reducer->guard([&] { reducer->on_output(synchronize_); });
     }
     return gradients;
   }
@@ -52,7 +51,7 @@ class AfterAccumulation final : public FunctionPostHook {
       : reducer_(std::move(reducer)), index_(index) {}
   variable_list operator()(const variable_list& outputs, const variable_list& incoming) override {
     if (const auto reducer = reducer_.lock()) {
-      at_autograd_boundary([&] { reducer->after_accumulation(index_, incoming); });
+      reducer->guard([&] { reducer->after_accumulation(index_, incoming); });
     }
     return outputs;
   }
