@@ -135,6 +135,16 @@ MaybeRequest launch(const Communicator& communicator, bool async_op,
   return PyRequest(communicator, communicator->start(std::move(collective), std::move(keep_alive)));
 }
 
+// The end of a communicator waits for its worker, who may need the GIL to let go of tensors.
+Communicator without_gil_at_end(Communicator communicator) {
+  ShmCommunicator* pointer = communicator.get();
+  return Communicator(pointer, [owner = std::move(communicator)](ShmCommunicator*) mutable {
+    std::optional<py::gil_scoped_release> no_gil;
+    if (PyGILState_Check()) no_gil.emplace();
+    owner.reset();
+  });
+}
+
 Communicator make_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                double timeout_s, std::string name, std::vector<int> global_ranks) {
   BoardOptions options;
@@ -145,7 +155,7 @@ Communicator make_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, 
   options.global_ranks = std::move(global_ranks);
   const py::gil_scoped_release no_gil;
   const std::unique_ptr<Store> meeting = wrap_c10d_store(std::move(store));
-  return ShmCommunicator::create(*meeting, std::move(options));
+  return without_gil_at_end(ShmCommunicator::create(*meeting, std::move(options)));
 }
 
 MaybeRequest all_reduce(const Communicator& communicator, const at::Tensor& tensor, int op,
@@ -272,36 +282,52 @@ bool in_arena(const at::Tensor& tensor) {
 }  // namespace
 
 void bind_collective(py::module_& module) {
-  py::class_<PyRequest>(module, "Request")
-      .def("test", &PyRequest::test)
-      .def("wait", &PyRequest::wait, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("description", &PyRequest::description);
-  py::class_<ShmCommunicator, Communicator>(module, "Communicator")
+  py::class_<PyRequest>(module, "Request", "An operation that was started with async_op.")
+      .def("test", &PyRequest::test, "True once the operation has ended, well or not.")
+      .def("wait", &PyRequest::wait, py::call_guard<py::gil_scoped_release>(),
+           "Returns once the operation has ended; raises what it raised.")
+      .def_property_readonly("description", &PyRequest::description,
+                             "What it is, as error messages say it.");
+  py::class_<ShmCommunicator, Communicator>(
+      module, "Communicator",
+      "One group's collectives and messages over shared memory, on contiguous CPU tensors. "
+      "Reduce operations are 0 sum, 1 mean, 2 min, 3 max, 4 product; ranks are the group's.")
       .def(py::init(&make_communicator), py::arg("store"), py::arg("rank"), py::arg("size"),
            py::arg("timeout_s"), py::arg("name"), py::arg("global_ranks"))
       .def_property_readonly("rank", &ShmCommunicator::rank)
       .def_property_readonly("size", &ShmCommunicator::size)
-      .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op"), py::arg("async_op"))
+      .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op"), py::arg("async_op"),
+           "In place.")
       .def("reduce_scatter", &reduce_scatter, py::arg("output"), py::arg("input"), py::arg("op"),
-           py::arg("async_op"))
-      .def("all_gather", &all_gather, py::arg("output"), py::arg("input"), py::arg("async_op"))
-      .def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"), py::arg("async_op"))
-      .def("broadcast_many", &broadcast_many, py::arg("tensors"), py::arg("root"))
-      .def("barrier", &barrier, py::arg("async_op"))
+           py::arg("async_op"), "The output is this rank's part of the reduced inputs.")
+      .def("all_gather", &all_gather, py::arg("output"), py::arg("input"), py::arg("async_op"),
+           "The output is all inputs in rank order.")
+      .def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"), py::arg("async_op"),
+           "Every rank's tensor becomes the root's.")
+      .def("broadcast_many", &broadcast_many, py::arg("tensors"), py::arg("root"),
+           "The same for many dense tensors of any strides, equal on all ranks, in one operation.")
+      .def("barrier", &barrier, py::arg("async_op"), "Ends when all ranks have called it.")
       .def("all_to_all", &all_to_all, py::arg("output"), py::arg("input"), py::arg("output_splits"),
-           py::arg("input_splits"), py::arg("async_op"))
-      .def("refuse", &refuse, py::arg("why"))
-      .def("send", &send, py::arg("tensor"), py::arg("destination"), py::arg("tag"))
-      .def("receive", &receive, py::arg("tensor"), py::arg("source"), py::arg("tag"))
+           py::arg("input_splits"), py::arg("async_op"),
+           "Sends the r-th part of input to rank r; splits count elements.")
+      .def("refuse", &refuse, py::arg("why"),
+           "Raises UsageError here and MismatchError on the peers, for a call that cannot be made.")
+      .def("send", &send, py::arg("tensor"), py::arg("destination"), py::arg("tag"),
+           "Returns when the tensor may change again.")
+      .def("receive", &receive, py::arg("tensor"), py::arg("source"), py::arg("tag"),
+           "From a rank, or from any where None; returns the source.")
       .def(
           "fail",
           [](ShmCommunicator& communicator, const std::string& reason) {
             communicator.board().fail(reason);
           },
-          py::arg("reason"))
-      .def("benchmark_all_reduce", &benchmark_all_reduce, py::arg("tensor"), py::arg("iterations"));
-  module.def("arena_empty", &arena_empty, py::arg("sizes"), py::arg("dtype"));
-  module.def("in_arena", &in_arena, py::arg("tensor"));
+          py::arg("reason"), "Ends the group: every rank raises PeerError with this reason.")
+      .def("benchmark_all_reduce", &benchmark_all_reduce, py::arg("tensor"), py::arg("iterations"),
+           "Seconds for so many sums in a row, without Python's share.");
+  module.def("arena_empty", &arena_empty, py::arg("sizes"), py::arg("dtype"),
+             "A contiguous tensor in this process's arena, not initialised.");
+  module.def("in_arena", &in_arena, py::arg("tensor"),
+             "True if peers can reach the tensor's memory.");
 }
 
 }  // namespace pydist

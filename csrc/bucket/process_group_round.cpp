@@ -18,6 +18,7 @@ namespace {
 
 constexpr double kYield_s = 1e-3;      // then sleep between looks
 constexpr useconds_t kSleep_us = 100;  // a small part of what an all-reduce through sockets takes
+constexpr double kTimeoutShare = 0.9;  // of the timeout: whoever waited that long ran into it
 constexpr double kCheck_s = 0.1;       // between looks at signals and at peers' failures
 
 at::ScalarType torch_dtype(DType dtype) {
@@ -90,7 +91,7 @@ void ProcessGroupRound::launch(int unit) {
   try {
     launched.work = group_->allreduce(tensors);
   } catch (const std::exception& error) {
-    raise_lost("all-reducing " + options_.unit_names[unit], error.what());
+    raise_lost("all-reducing " + options_.unit_names[unit], error.what(), 0);
   }
   launched_.push_back(std::move(launched));
 }
@@ -107,11 +108,13 @@ const std::vector<RoundRecord>& ProcessGroupRound::end(const RoundRecord& mine) 
   for (int r = 0; r < size(); ++r) received[0].push_back(at::empty_like(sent));
   std::vector<at::Tensor> inputs{sent};
   const std::string operation = "waiting for every rank to end backward";
+  c10::intrusive_ptr<c10d::Work> work;
   try {
-    await(group_->allgather(received, inputs), operation);
-  } catch (const c10::Error& error) {
-    raise_lost(operation, error.what_without_backtrace());
+    work = group_->allgather(received, inputs);
+  } catch (const std::exception& error) {
+    raise_lost(operation, error.what(), 0);
   }
+  await(work, operation);
   for (int r = 0; r < size(); ++r) {
     const auto* in = reinterpret_cast<const uint64_t*>(received[0][r].data_ptr<int64_t>());
     for (Bitmap* bitmap : {&records_[r].used, &records_[r].again, &records_[r].trainable}) {
@@ -147,18 +150,13 @@ void ProcessGroupRound::await(const c10::intrusive_ptr<c10d::Work>& work,
     next_check_s = now_s + kCheck_s;
     check_interrupt();
     if (store_->check("failure")) raise_failed(operation);
-    if (now_s - start_s > options_.timeout_s) {
-      const std::string text = concat(describe(rank()), " waited ", options_.timeout_s,
-                                      " s for its peers in round ", round_, ", ", operation);
-      fail(text);
-      throw TimeoutError(text + "; is every rank still running, and does it make the same calls?");
-    }
+    if (now_s - start_s > options_.timeout_s) raise_timeout(operation);
   }
   wait_s_ += monotonic_s() - start_s;
   try {
     work->wait();
   } catch (const std::exception& error) {
-    raise_lost(operation, error.what());
+    raise_lost(operation, error.what(), monotonic_s() - start_s);
   }
 }
 
@@ -172,9 +170,19 @@ void ProcessGroupRound::raise_failed(const std::string& operation) {
                          operation, ", and the process group cannot be used any more"));
 }
 
+void ProcessGroupRound::raise_timeout(const std::string& operation) {
+  const std::string text = concat(describe(rank()), " waited ", options_.timeout_s,
+                                  " s for its peers in round ", round_, ", ", operation);
+  fail(text);
+  throw TimeoutError(text + "; is every rank still running, and does it make the same calls?");
+}
+
 // The process group says that a connection broke, not whose: a peer that raised has told the store,
-// one that died has not.
-void ProcessGroupRound::raise_lost(const std::string& operation, const char* cause) {
+// one that died has not. It may also have run into its own time limit, which is ours, just before
+// we did.
+void ProcessGroupRound::raise_lost(const std::string& operation, const char* cause,
+                                   double waited_s) {
+  if (waited_s > kTimeoutShare * options_.timeout_s) raise_timeout(operation);
   const double deadline_s = monotonic_s() + kCheck_s;
   while (monotonic_s() < deadline_s) {
     if (store_->check("failure")) raise_failed(operation);

@@ -48,7 +48,8 @@ class ProcessGroupRound final : public Round {
   void launch_rest();
   void await(const c10::intrusive_ptr<c10d::Work>& work, const std::string& operation);
   [[noreturn]] void raise_failed(const std::string& operation);
-  [[noreturn]] void raise_lost(const std::string& operation, const char* cause);
+  [[noreturn]] void raise_timeout(const std::string& operation);
+  [[noreturn]] void raise_lost(const std::string& operation, const char* cause, double waited_s);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::unique_ptr<Store> store_;

@@ -26,16 +26,22 @@ Call Call::unpack(uint64_t word) {
 std::string Call::describe() const {
   const std::string amount = concat(" of ", num_elements, " ", dtype_name(dtype));
   switch (operation) {
-    case Operation::kInvalid: return "an invalid call";
-    case Operation::kAllReduce: return concat("all_reduce(", reduce_op_name(op), ")", amount);
+    case Operation::kInvalid:
+      return "an invalid call";
+    case Operation::kAllReduce:
+      return concat("all_reduce(", reduce_op_name(op), ")", amount);
     case Operation::kReduceScatter:
       return concat("reduce_scatter(", reduce_op_name(op), ")", amount, " per rank");
-    case Operation::kAllGather: return concat("all_gather", amount, " per rank");
-    case Operation::kBroadcast: return concat("broadcast(from rank ", root, ")", amount);
+    case Operation::kAllGather:
+      return concat("all_gather", amount, " per rank");
+    case Operation::kBroadcast:
+      return concat("broadcast(from rank ", root, ")", amount);
     case Operation::kBroadcastMany:
       return concat("broadcast(from rank ", root, ") of tensors with ", num_elements, " bytes");
-    case Operation::kBarrier: return "barrier";
-    case Operation::kAllToAll: return concat("all_to_all of ", dtype_name(dtype));
+    case Operation::kBarrier:
+      return "barrier";
+    case Operation::kAllToAll:
+      return concat("all_to_all of ", dtype_name(dtype));
   }
   return "";
 }

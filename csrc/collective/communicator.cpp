@@ -92,11 +92,9 @@ void ShmCommunicator::run(const Collective& collective) {
 std::shared_ptr<Request> ShmCommunicator::start(Collective collective,
                                                 std::shared_ptr<void> keep_alive) {
   std::string description = call_of(collective).describe();
-  return queue_.start(
-      [this, collective = std::move(collective), keep_alive = std::move(keep_alive)] {
-        execute(collective);
-      },
-      std::move(description));
+  return queue_.start([this, collective = std::move(collective),
+                       keep_alive = std::move(keep_alive)] { execute(collective); },
+                      std::move(description));
 }
 
 void ShmCommunicator::execute(const Collective& collective) {
@@ -203,8 +201,10 @@ std::string ShmCommunicator::why_invalid(const Collective& collective, const Cal
         }
       }
       return "";
-    case Operation::kBarrier: return "";
-    case Operation::kInvalid: return collective.why;
+    case Operation::kBarrier:
+      return "";
+    case Operation::kInvalid:
+      return collective.why;
   }
   return "";
 }
@@ -227,8 +227,9 @@ void ShmCommunicator::refuse(const Call& call, const std::string& reason) {
 
 // Publishes this rank's call, waits for everybody's and compares.
 //
-// A line of this parity is written again at sequence + 2, which this rank reaches after all have published sequence + 1, so
-// after all have read this one. The same holds for the eager areas and the splits.
+// A line of this parity is written again at sequence + 2, which this rank reaches after all have
+// published sequence + 1, so after all have read this one. The same holds for the eager areas and
+// the splits.
 void ShmCommunicator::agree(const Call& call) {
   CallLine& mine = line(rank_);
   mine.call = call.pack();
@@ -308,7 +309,7 @@ uint8_t* ShmCommunicator::peer_memory(int r) const {
   return board_->arena_base(r) + offset;
 }
 
-void ShmCommunicator::await(Counter RankFlags::*flag, uint64_t value, const Call& call, int only) {
+void ShmCommunicator::await(Counter RankFlags::* flag, uint64_t value, const Call& call, int only) {
   board_->wait(
       [&] {
         for (int r = 0; r < size_; ++r) {
@@ -326,8 +327,9 @@ void ShmCommunicator::finish_reading(const Call& call) {
   await(&RankFlags::finished, sequence_, call);
 }
 
-// The group has failed. The caller may free its memory as soon as we return, so no peer may be inside a chunk any more; none
-// begins one, see claim_chunk(). A peer that stays in it (it is stopped) leaves us no choice but to never reuse the block.
+// The group has failed. The caller may free its memory as soon as we return, so no peer may be
+// inside a chunk any more; none begins one, see claim_chunk(). A peer that stays in it (it is
+// stopped) leaves us no choice but to never reuse the block.
 void ShmCommunicator::wait_until_nobody_writes(const Collective& collective) noexcept {
   const double deadline_s = monotonic_s() + kQuietLimit_s;
   for (int r = 0; r < size_; ++r) {

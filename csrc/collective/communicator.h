@@ -1,11 +1,13 @@
 // One group's collectives and messages over shared memory.
 //
-// Every collective begins with one synchronisation: each rank publishes its call, and reads everybody's. If they differ, all
-// ranks raise before a byte has moved, and the group stays usable. Then the data takes one of three ways, with the same bits:
+// Every collective begins with one synchronisation: each rank publishes its call, and reads
+// everybody's. If they differ, all ranks raise before a byte has moved, and the group stays usable.
+// Then the data takes one of three ways, with the same bits:
 //
 //   eager    small: the data lay beside the call, everything is there already
-//   direct   the memory that peers need lies in arenas: they read it, and for all_reduce write it, in place
-//   staged   anything else: through slots of the board, two per rank, filled and emptied in turn
+//   direct   the memory that peers need lies in arenas: they read it, and for all_reduce write it,
+//   in place staged   anything else: through slots of the board, two per rank, filled and emptied
+//   in turn
 //
 //   communicator.cpp         the calls, what ranks agree on, failures
 //   communicator_eager.cpp, communicator_direct.cpp, communicator_staged.cpp
@@ -30,8 +32,9 @@ namespace pydist {
 //
 //   kAllReduce      output, in place          kBroadcast      output (the root's is the source)
 //   kReduceScatter  input -> output           kBroadcastMany  buffers
-//   kAllGather      input -> output           kAllToAll       input, input_splits -> output, output_splits (in elements)
-//   kInvalid        why: what is wrong with a call that came no further, so that peers raise instead of waiting for it
+//   kAllGather      input -> output           kAllToAll       input, input_splits -> output,
+//   output_splits (in elements) kInvalid        why: what is wrong with a call that came no
+//   further, so that peers raise instead of waiting for it
 struct Collective {
   Operation operation = Operation::kBarrier;
   ReduceOp op = ReduceOp::kSum;
@@ -48,7 +51,8 @@ class ShmCommunicator {
  public:
   static constexpr int kAnySource = PointToPoint::kAnySource;
 
-  // Collective over all ranks of the store; sets options.payload_nbytes. Raises HostError where they do not share a host.
+  // Collective over all ranks of the store; sets options.payload_nbytes. Raises HostError where
+  // they do not share a host.
   static std::shared_ptr<ShmCommunicator> create(Store& store, BoardOptions options);
   ~ShmCommunicator();
 
@@ -58,8 +62,8 @@ class ShmCommunicator {
 
   // In the order of calls, in the calling thread.
   void run(const Collective& collective);
-  // In the order of calls, on this communicator's worker thread. The memory must stay until the request has ended, or
-  // `keep_alive` must hold it.
+  // In the order of calls, on this communicator's worker thread. The memory must stay until the
+  // request has ended, or `keep_alive` must hold it.
   std::shared_ptr<Request> start(Collective collective, std::shared_ptr<void> keep_alive);
 
   void all_reduce(const Buffer& buffer, ReduceOp op) {
@@ -152,7 +156,8 @@ class ShmCommunicator {
     board_->ring();
   }
   // Waits until every rank's flag (or only that of rank `only`) has reached the value.
-  void await(Counter RankFlags::*flag, uint64_t value, const Call& call, int only = Board::kAnybody);
+  void await(Counter RankFlags::* flag, uint64_t value, const Call& call,
+             int only = Board::kAnybody);
 
   const std::shared_ptr<Board> board_;
   const PayloadLayout layout_;

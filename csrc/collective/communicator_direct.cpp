@@ -1,20 +1,23 @@
 // The direct way: peers read, and for all_reduce write, each other's arenas in place.
 //
-// all_reduce: the buffers are cut into chunks, the same on all ranks, and every rank gets an equal run of them. A rank claims
-// its own chunks first (they may be in its cache from last time, and nobody else touches its claim word), then those of
-// others that are late:
+// all_reduce: the buffers are cut into chunks, the same on all ranks, and every rank gets an equal
+// run of them. A rank claims its own chunks first (they may be in its cache from last time, and
+// nobody else touches its claim word), then those of others that are late:
 //
-//   claim[r] (sequence << 20 | chunks of run r that are claimed), advanced by compare-and-exchange; the word of an older call
+//   claim[r] (sequence << 20 | chunks of run r that are claimed), advanced by compare-and-exchange;
+//   the word of an older call
 //           counts as none
 //   rank    busy = 1; if the group has failed: busy = 0, raise
 //           claim a chunk, else busy = 0, stop
 //           reduce it in rank order from all copies into all copies; ++done; busy = 0
 //           wait until the sum of all done equals all chunks so far
 //
-// Busy and failed are a store-load pair on both sides (seq_cst): either a claimant sees the failure, or the failing rank
-// sees that it is busy and waits before its memory can be freed. Who reduces a chunk does not change its bits.
+// Busy and failed are a store-load pair on both sides (seq_cst): either a claimant sees the
+// failure, or the failing rank sees that it is busy and waits before its memory can be freed. Who
+// reduces a chunk does not change its bits.
 //
-// The other operations only read: each rank fills its own output, then waits until nobody reads its input any more.
+// The other operations only read: each rank fills its own output, then waits until nobody reads its
+// input any more.
 #include <algorithm>
 #include <cstring>
 
@@ -24,7 +27,8 @@ namespace pydist {
 
 namespace {
 
-// Small enough that ranks finish together, large enough that claiming costs nothing (about 0.1 us per chunk).
+// Small enough that ranks finish together, large enough that claiming costs nothing (about 0.1 us
+// per chunk).
 constexpr size_t kMaxChunkNbytes = size_t{128} << 10;
 constexpr size_t kMinChunkNbytes = size_t{4} << 10;
 constexpr int kChunksPerRank = 4;
@@ -54,7 +58,9 @@ bool ShmCommunicator::transfer_direct(const Collective& collective, const Call& 
   if (!readable) return false;
   const Buffer& output = collective.output;
   switch (call.operation) {
-    case Operation::kAllReduce: all_reduce_direct(collective, call); return true;
+    case Operation::kAllReduce:
+      all_reduce_direct(collective, call);
+      return true;
     case Operation::kReduceScatter:
       for (int r = 0; r < size_; ++r) inputs_[r] = peer_memory(r) + rank_ * output.nbytes();
       outputs_[0] = output.data;
@@ -66,14 +72,18 @@ bool ShmCommunicator::transfer_direct(const Collective& collective, const Call& 
       for (int k = 0; k < size_; ++k) {
         const int r = (rank_ + k) % size_;
         const size_t nbytes = collective.input.nbytes();
-        copy(output.bytes() + r * nbytes, r == rank_ ? collective.input.bytes() : peer_memory(r), nbytes);
+        copy(output.bytes() + r * nbytes, r == rank_ ? collective.input.bytes() : peer_memory(r),
+             nbytes);
       }
       break;
     case Operation::kBroadcast:
       if (rank_ != call.root) copy(output.bytes(), peer_memory(call.root), output.nbytes());
       break;
-    case Operation::kAllToAll: all_to_all_direct(collective); break;
-    default: return false;
+    case Operation::kAllToAll:
+      all_to_all_direct(collective);
+      break;
+    default:
+      return false;
   }
   finish_reading(call);
   return true;
@@ -144,7 +154,8 @@ int64_t ShmCommunicator::claim_of_run(int r, int64_t num_chunks) {
     const int64_t next = current ? static_cast<int64_t>(seen & kMaxChunks) : 0;
     if (next >= num_chunks) return -1;
     const uint64_t claimed = sequence_ << kChunkBits | static_cast<uint64_t>(next + 1);
-    // Relaxed: all memory that a chunk needs was published with the calls; what others write there is ordered by done.
+    // Relaxed: all memory that a chunk needs was published with the calls; what others write there
+    // is ordered by done.
     if (word.compare_exchange_weak(seen, claimed, std::memory_order_relaxed)) return next;
   }
 }
@@ -157,8 +168,8 @@ void ShmCommunicator::reduce_chunk(const Collective& collective, int64_t begin,
     outputs_[r] = peer_memory(r) + offset;
     inputs_[r] = outputs_[r];
   }
-  reduce(buffer.dtype, collective.op,
-         {inputs_.data(), size_, outputs_.data(), size_, num_elements}, board_->isa());
+  reduce(buffer.dtype, collective.op, {inputs_.data(), size_, outputs_.data(), size_, num_elements},
+         board_->isa());
 }
 
 }  // namespace pydist

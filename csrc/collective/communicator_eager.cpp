@@ -1,20 +1,28 @@
-// The eager way: small data lies beside the call, so that agreeing is all the synchronisation there is.
+// The eager way: small data lies beside the call, so that agreeing is all the synchronisation there
+// is.
 #include <cstring>
 
 #include "collective/communicator.h"
 
 namespace pydist {
 
-// What one rank contributes in bytes; 0 where the operation goes another way. Depends on nothing that may differ by rank.
+// What one rank contributes in bytes; 0 where the operation goes another way. Depends on nothing
+// that may differ by rank.
 size_t ShmCommunicator::eager_nbytes(const Collective& collective, const Call& call) {
   size_t nbytes = static_cast<size_t>(call.num_elements) * dtype_nbytes(call.dtype);
   switch (call.operation) {
     case Operation::kAllReduce:
     case Operation::kAllGather:
-    case Operation::kBroadcast: break;
-    case Operation::kReduceScatter: nbytes = collective.input.nbytes(); break;
-    case Operation::kBroadcastMany: nbytes = static_cast<size_t>(call.num_elements); break;
-    default: return 0;
+    case Operation::kBroadcast:
+      break;
+    case Operation::kReduceScatter:
+      nbytes = collective.input.nbytes();
+      break;
+    case Operation::kBroadcastMany:
+      nbytes = static_cast<size_t>(call.num_elements);
+      break;
+    default:
+      return 0;
   }
   return nbytes <= PayloadLayout::kEagerNbytes ? nbytes : 0;
 }
@@ -22,9 +30,13 @@ size_t ShmCommunicator::eager_nbytes(const Collective& collective, const Call& c
 void ShmCommunicator::fill_eager(const Collective& collective, size_t nbytes) {
   uint8_t* area = const_cast<uint8_t*>(eager_data(rank_, nbytes));
   switch (collective.operation) {
-    case Operation::kAllReduce: std::memcpy(area, collective.output.data, nbytes); break;
+    case Operation::kAllReduce:
+      std::memcpy(area, collective.output.data, nbytes);
+      break;
     case Operation::kReduceScatter:
-    case Operation::kAllGather: std::memcpy(area, collective.input.data, nbytes); break;
+    case Operation::kAllGather:
+      std::memcpy(area, collective.input.data, nbytes);
+      break;
     case Operation::kBroadcast:
       if (rank_ == collective.root) std::memcpy(area, collective.output.data, nbytes);
       break;
@@ -37,7 +49,8 @@ void ShmCommunicator::fill_eager(const Collective& collective, size_t nbytes) {
         area += buffer.nbytes();
       }
       break;
-    default: break;
+    default:
+      break;
   }
 }
 
@@ -78,7 +91,8 @@ void ShmCommunicator::transfer_eager(const Collective& collective, size_t nbytes
       }
       break;
     }
-    default: break;
+    default:
+      break;
   }
 }
 

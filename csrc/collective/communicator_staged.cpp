@@ -1,16 +1,18 @@
 // The staged way: data travels through slots of the board, in steps.
 //
-// Each rank has two slots, and two result slices. In step t a rank fills its slot t % 2, then combines what it finds for
-// itself in everybody's slots, then (all_reduce only) collects the results of the others. The phases of three steps overlap:
+// Each rank has two slots, and two result slices. In step t a rank fills its slot t % 2, then
+// combines what it finds for itself in everybody's slots, then (all_reduce only) collects the
+// results of the others. The phases of three steps overlap:
 //
 //   iteration      0        1        2        3       ...
-//   collect                          0        1                 after everybody has combined that step
-//   fill           0        1        2        3
-//   combine                 0        1        2                 after everybody has filled that step
+//   collect                          0        1                 after everybody has combined that
+//   step fill           0        1        2        3 combine                 0        1        2
+//   after everybody has filled that step
 //
-// Slot t % 2 is filled again in iteration t + 2, after everybody has combined t. A result slice is written again when step
-// t + 2 is combined, after everybody has filled t + 2, which each does after collecting t. The next operation's agreement
-// separates it from this one, so a step's slots are free at its start.
+// Slot t % 2 is filled again in iteration t + 2, after everybody has combined t. A result slice is
+// written again when step t + 2 is combined, after everybody has filled t + 2, which each does
+// after collecting t. The next operation's agreement separates it from this one, so a step's slots
+// are free at its start.
 #include <algorithm>
 #include <cstring>
 
@@ -108,18 +110,24 @@ void ShmCommunicator::run_staged(const StagedPlan& plan, Fill&& fill, Combine&& 
 
 void ShmCommunicator::transfer_staged(const Collective& collective, const Call& call) {
   switch (call.operation) {
-    case Operation::kAllReduce: return all_reduce_staged(collective, call);
-    case Operation::kReduceScatter: return reduce_scatter_staged(collective, call);
-    case Operation::kAllGather: return all_gather_staged(collective, call);
+    case Operation::kAllReduce:
+      return all_reduce_staged(collective, call);
+    case Operation::kReduceScatter:
+      return reduce_scatter_staged(collective, call);
+    case Operation::kAllGather:
+      return all_gather_staged(collective, call);
     case Operation::kBroadcast:
-    case Operation::kBroadcastMany: return broadcast_staged(collective, call);
-    case Operation::kAllToAll: return all_to_all_staged(collective, call);
-    default: return;
+    case Operation::kBroadcastMany:
+      return broadcast_staged(collective, call);
+    case Operation::kAllToAll:
+      return all_to_all_staged(collective, call);
+    default:
+      return;
   }
 }
 
-// A step takes a piece of the tensor, of one slice per rank: slots carry slices to their owner, who reduces them into its
-// own output and its result slice; from there the others collect it.
+// A step takes a piece of the tensor, of one slice per rank: slots carry slices to their owner, who
+// reduces them into its own output and its result slice; from there the others collect it.
 void ShmCommunicator::all_reduce_staged(const Collective& collective, const Call& call) {
   const Buffer& buffer = collective.output;
   const auto element_nbytes = static_cast<int64_t>(dtype_nbytes(buffer.dtype));
@@ -176,7 +184,9 @@ void ShmCommunicator::reduce_scatter_staged(const Collective& collective, const 
   const auto element_nbytes = static_cast<int64_t>(dtype_nbytes(output.dtype));
   const auto slice_nbytes = static_cast<int64_t>(layout_.slice_nbytes());
   const int64_t slice = slice_nbytes / element_nbytes;
-  const auto elements_of = [&](int64_t t) { return std::min(slice, output.num_elements - t * slice); };
+  const auto elements_of = [&](int64_t t) {
+    return std::min(slice, output.num_elements - t * slice);
+  };
   const auto input_of = [&](int64_t t, int r) {
     return collective.input.bytes() + (r * output.num_elements + t * slice) * element_nbytes;
   };
@@ -203,7 +213,9 @@ void ShmCommunicator::all_gather_staged(const Collective& collective, const Call
   const size_t share_nbytes = collective.input.nbytes();
   const size_t slot_nbytes = layout_.slot_nbytes();
   const auto begin_of = [&](int64_t t) { return static_cast<size_t>(t) * slot_nbytes; };
-  const auto nbytes_of = [&](int64_t t) { return std::min(slot_nbytes, share_nbytes - begin_of(t)); };
+  const auto nbytes_of = [&](int64_t t) {
+    return std::min(slot_nbytes, share_nbytes - begin_of(t));
+  };
   run_staged(
       {call, divide_up(share_nbytes, slot_nbytes)},
       [&](int64_t t) {
@@ -211,8 +223,7 @@ void ShmCommunicator::all_gather_staged(const Collective& collective, const Call
       },
       [&](int64_t t) {
         for (int r = 0; r < size_; ++r) {
-          const uint8_t* from =
-              r == rank_ ? collective.input.bytes() + begin_of(t) : slot(t, r);
+          const uint8_t* from = r == rank_ ? collective.input.bytes() + begin_of(t) : slot(t, r);
           copy(collective.output.bytes() + r * share_nbytes + begin_of(t), from, nbytes_of(t));
         }
       },
@@ -250,7 +261,8 @@ void ShmCommunicator::all_to_all_staged(const Collective& collective, const Call
     for (int r = 0; r < size_; begin += sizes[r++]) {
       const int64_t num_elements = std::min(slice, sizes[r] - t * slice);
       if (num_elements <= 0) continue;
-      visit(r, buffer.bytes() + (begin + t * slice) * element_nbytes, num_elements * element_nbytes);
+      visit(r, buffer.bytes() + (begin + t * slice) * element_nbytes,
+            num_elements * element_nbytes);
     }
   };
   run_staged(

@@ -29,9 +29,9 @@ constexpr size_t dtype_nbytes(DType dtype) {
 
 // torch's name.
 constexpr const char* dtype_name(DType dtype) {
-  constexpr const char* kNames[kNumDTypes] = {"bool",    "uint8",     "int8",    "int16",
-                                              "int32",   "int64",     "float16", "bfloat16",
-                                              "float32", "float64",   "complex64", "complex128"};
+  constexpr const char* kNames[kNumDTypes] = {"bool",    "uint8",   "int8",      "int16",
+                                              "int32",   "int64",   "float16",   "bfloat16",
+                                              "float32", "float64", "complex64", "complex128"};
   return kNames[static_cast<int>(dtype)];
 }
 

@@ -1,4 +1,5 @@
-// A stream of bytes from one writer to one reader through a ring in memory that both see. Pure: any memory will do.
+// A stream of bytes from one writer to one reader through a ring in memory that both see. Pure: any
+// memory will do.
 #pragma once
 
 #include <algorithm>

@@ -2,8 +2,8 @@
 //
 //   | claims | calls | flags | splits | eager | staging | results | message rings |
 //
-// Each part is an array over ranks (rings: over ordered pairs); what a rank fills in step t it fills again in step t + 2,
-// hence two of most things, chosen by parity.
+// Each part is an array over ranks (rings: over ordered pairs); what a rank fills in step t it
+// fills again in step t + 2, hence two of most things, chosen by parity.
 #pragma once
 
 #include <algorithm>
@@ -35,10 +35,12 @@ struct RankFlags {
 
 class PayloadLayout {
  public:
-  // Data up to this size travels through the eager area: one synchronisation, and every rank reduces all of it. Measured with
-  // 2 ranks on an AMD EPYC (Zen 4): from 8 KiB on, sharing the work costs less than it saves in synchronisation.
+  // Data up to this size travels through the eager area: one synchronisation, and every rank
+  // reduces all of it. Measured with 2 ranks on an AMD EPYC (Zen 4): from 8 KiB on, sharing the
+  // work costs less than it saves in synchronisation.
   static constexpr size_t kEagerNbytes = size_t{4} << 10;
-  // Large enough that a step's three synchronisations do not show, small enough that they overlap in tensors of 1 MiB.
+  // Large enough that a step's three synchronisations do not show, small enough that they overlap
+  // in tensors of 1 MiB.
   static constexpr size_t kSlotNbytes = size_t{256} << 10;
   static constexpr size_t kMinRingNbytes = size_t{4} << 10;
   static constexpr size_t kMaxRingNbytes = size_t{256} << 10;

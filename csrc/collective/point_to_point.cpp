@@ -9,8 +9,8 @@ namespace pydist {
 
 namespace {
 
-// The receiver's last refusal. Writer: the receiver. The words are atomic as the next refusal may overwrite them while the
-// sender, who is then told of a mixture of the two, reads them.
+// The receiver's last refusal. Writer: the receiver. The words are atomic as the next refusal may
+// overwrite them while the sender, who is then told of a mixture of the two, reads them.
 struct alignas(kCacheLineNbytes) Refusal {
   std::atomic<uint64_t> count;  // the release that publishes the rest
   std::atomic<int64_t> tag;
@@ -37,8 +37,8 @@ struct alignas(kCacheLineNbytes) Refusal {
   }
 };
 
-// The last message that its sender cut short because one was refused, and where its bytes end. Writer: the sender, who begins
-// no other message before the receiver has seen it.
+// The last message that its sender cut short because one was refused, and where its bytes end.
+// Writer: the sender, who begins no other message before the receiver has seen it.
 struct alignas(kCacheLineNbytes) Cut {
   std::atomic<uint64_t> message;  // counted from 1; the release that publishes `end`
   std::atomic<uint64_t> end;
@@ -77,7 +77,8 @@ std::string MessageHeader::describe() const {
   return concat(num_elements, " ", dtype_name(static_cast<DType>(dtype)), " with tag ", tag);
 }
 
-// What one source sends to this rank. The mutex is held while bytes are moved, never while one waits for them.
+// What one source sends to this rank. The mutex is held while bytes are moved, never while one
+// waits for them.
 class PointToPoint::Inbox {
  public:
   Inbox(ChannelControl* control, size_t ring_nbytes, std::string source)

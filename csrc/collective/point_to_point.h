@@ -1,11 +1,14 @@
-// Messages between two ranks: one ring per ordered pair, tags, and what arrives before it is asked for.
+// Messages between two ranks: one ring per ordered pair, tags, and what arrives before it is asked
+// for.
 //
-// Neither side holds a lock while it waits. Whoever waits, for a message or for room to send one, moves what has arrived
-// from the rings into this process: to the receive that asked for it, else into private ("parked") memory. So a receiver
-// that wants another tag, or two ranks that send to each other first, cannot block the channel.
+// Neither side holds a lock while it waits. Whoever waits, for a message or for room to send one,
+// moves what has arrived from the rings into this process: to the receive that asked for it, else
+// into private ("parked") memory. So a receiver that wants another tag, or two ranks that send to
+// each other first, cannot block the channel.
 //
-// A receive refuses a message of another type or size: it raises, and so does the sender, there and then if it is still
-// writing the message (which it then cuts short), else in its next send. The channel goes on after that message.
+// A receive refuses a message of another type or size: it raises, and so does the sender, there and
+// then if it is still writing the message (which it then cuts short), else in its next send. The
+// channel goes on after that message.
 #pragma once
 
 #include <deque>
@@ -47,11 +50,11 @@ class PointToPoint {
   PointToPoint(std::shared_ptr<Board> board, const PayloadLayout& layout);
   ~PointToPoint();
 
-  // Returns once the message is in the ring or read by its receiver. Raises MismatchError, once, if the receiver has
-  // refused this message or an earlier one; then this message is not sent.
+  // Returns once the message is in the ring or read by its receiver. Raises MismatchError, once, if
+  // the receiver has refused this message or an earlier one; then this message is not sent.
   void send(const Buffer& buffer, int destination, int64_t tag);
-  // Fills the buffer and returns the source. Raises MismatchError if the message with this tag is of another type or size,
-  // which is then lost.
+  // Fills the buffer and returns the source. Raises MismatchError if the message with this tag is
+  // of another type or size, which is then lost.
   int receive(const Buffer& buffer, int source, int64_t tag);
 
  private:

@@ -11,8 +11,9 @@ namespace pydist {
 
 namespace {
 
-// Rounds to nearest and keeps subnormals while it lives, whatever the caller has set: torch.set_flush_denormal on one
-// rank would otherwise change the bits of a sum depending on which rank computed it.
+// Rounds to nearest and keeps subnormals while it lives, whatever the caller has set:
+// torch.set_flush_denormal on one rank would otherwise change the bits of a sum depending on which
+// rank computed it.
 class DefaultFloatControl {
  public:
 #if defined(__x86_64__)

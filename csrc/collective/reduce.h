@@ -26,12 +26,14 @@ struct ReduceArgs {
 // Null where the kernels can do it, else the reason: "mean of int64".
 const char* why_not_reducible(DType dtype, ReduceOp op);
 
-// outputs[k][i] = inputs[0][i] op inputs[1][i] op ..., in this order, for every k. An element's bits depend on its inputs
-// alone: not on how the tensor is cut, on `isa`, on the caller's rounding mode or on whether it flushes subnormals.
+// outputs[k][i] = inputs[0][i] op inputs[1][i] op ..., in this order, for every k. An element's
+// bits depend on its inputs alone: not on how the tensor is cut, on `isa`, on the caller's rounding
+// mode or on whether it flushes subnormals.
 //
-// float16 and bfloat16 are accumulated in float32 and rounded once; everything else in its own type. kMean multiplies
-// the sum by 1/num_inputs before it is rounded. kMin and kMax propagate NaN. Of bool, sum and max are "or", product and
-// min are "and". Integers wrap. Raises UsageError where why_not_reducible() gives a reason.
+// float16 and bfloat16 are accumulated in float32 and rounded once; everything else in its own
+// type. kMean multiplies the sum by 1/num_inputs before it is rounded. kMin and kMax propagate NaN.
+// Of bool, sum and max are "or", product and min are "and". Integers wrap. Raises UsageError where
+// why_not_reducible() gives a reason.
 void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, Isa isa);
 
 }  // namespace pydist

@@ -1,4 +1,5 @@
-// The reduction kernels for x86-64 processors with AVX-512 (F, BW, DQ, VL); nothing on other architectures.
+// The reduction kernels for x86-64 processors with AVX-512 (F, BW, DQ, VL); nothing on other
+// architectures.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -19,9 +20,12 @@ constexpr int kVectorNbytes = 64;
 typedef uint16_t HalfWords __attribute__((vector_size(kVectorNbytes / 2)));
 typedef float Floats __attribute__((vector_size(kVectorNbytes)));
 
-constexpr __mmask16 kAllLanes = 0xffff;  // the forms without a mask make g++ 12 warn of an uninitialised value
+constexpr __mmask16 kAllLanes =
+    0xffff;  // the forms without a mask make g++ 12 warn of an uninitialised value
 constexpr int kRounding = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-inline Floats widen_half(HalfWords halves) { return (Floats)_mm512_maskz_cvtph_ps(kAllLanes, (__m256i)halves); }
+inline Floats widen_half(HalfWords halves) {
+  return (Floats)_mm512_maskz_cvtph_ps(kAllLanes, (__m256i)halves);
+}
 inline HalfWords narrow_half(Floats floats) {
   return (HalfWords)_mm512_maskz_cvtps_ph(kAllLanes, (__m512)floats, kRounding);
 }
@@ -33,7 +37,9 @@ inline HalfWords narrow_half(Floats floats) {
 
 namespace pydist {
 
-void reduce_avx512(DType dtype, ReduceOp op, const ReduceArgs& args) { reduce_any(dtype, op, args); }
+void reduce_avx512(DType dtype, ReduceOp op, const ReduceArgs& args) {
+  reduce_any(dtype, op, args);
+}
 
 }  // namespace pydist
 

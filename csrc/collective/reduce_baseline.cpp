@@ -13,12 +13,14 @@ typedef uint16_t HalfWords __attribute__((vector_size(kVectorNbytes / 2)));
 typedef uint32_t FloatWords __attribute__((vector_size(kVectorNbytes)));
 typedef float Floats __attribute__((vector_size(kVectorNbytes)));
 
-// float16 has 5 bits of exponent with bias 15 and 10 of mantissa, float32 has 8 with bias 127 and 23.
+// float16 has 5 bits of exponent with bias 15 and 10 of mantissa, float32 has 8 with bias 127
+// and 23.
 inline Floats widen_half(HalfWords halves) {
   const FloatWords words = __builtin_convertvector(halves, FloatWords);
   const FloatWords magnitude = words & 0x7fffu;
   const FloatWords shifted = magnitude << 13;
-  // The exponent is 112 too small. A multiplication mends that for subnormal numbers too, and is exact.
+  // The exponent is 112 too small. A multiplication mends that for subnormal numbers too, and is
+  // exact.
   const FloatWords finite = (FloatWords)((Floats)shifted * 0x1p112f);
   const FloatWords special = shifted + (224u << 23);  // exponent 31 becomes 255: infinity and NaN
   const FloatWords bits = magnitude >= 0x7c00u ? special : finite;

@@ -1,15 +1,18 @@
 // The reduction kernels, compiled once per instruction set.
 //
-// The including file sets the compiler's target, then defines in this anonymous namespace kVectorNbytes, widen_half() and
-// narrow_half(). Everything here has internal linkage, and nothing of the standard library is called: a function shared
-// between object files could otherwise be the copy that was compiled for a processor which is not this one.
+// The including file sets the compiler's target, then defines in this anonymous namespace
+// kVectorNbytes, widen_half() and narrow_half(). Everything here has internal linkage, and nothing
+// of the standard library is called: a function shared between object files could otherwise be the
+// copy that was compiled for a processor which is not this one.
 //
 // One vector step, for each of kUnroll vectors:
 //
-//   inputs[0] --load--> accumulator --combine inputs[1], inputs[2] ...--> scale --store--> outputs[0], outputs[1] ...
+//   inputs[0] --load--> accumulator --combine inputs[1], inputs[2] ...--> scale --store-->
+//   outputs[0], outputs[1] ...
 //
-// so every input is read once and every output written once, whatever their number. All loads of a step precede its
-// stores, so outputs may be inputs. The last elements run through the same code in a vector that is partly filled.
+// so every input is read once and every output written once, whatever their number. All loads of a
+// step precede its stores, so outputs may be inputs. The last elements run through the same code in
+// a vector that is partly filled.
 
 namespace pydist {
 namespace {
@@ -69,7 +72,8 @@ struct BrainFloat {
   }
   static inline void store(void* to, Vector vector) {
     const Word32Vector bits = (Word32Vector)vector;
-    // To nearest, ties to even; a carry out of the mantissa is right, it reaches the exponent and at the end infinity.
+    // To nearest, ties to even; a carry out of the mantissa is right, it reaches the exponent and
+    // at the end infinity.
     const Word32Vector rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const Word32Vector quiet_nan = (bits >> 16) | 0x40u;
     const Word32Vector result = vector != vector ? quiet_nan : rounded;
@@ -83,7 +87,9 @@ struct BrainFloat {
 struct Sum {
   static constexpr bool kScaled = false;
   template <class Vector>
-  static inline Vector combine(Vector a, Vector b) { return a + b; }
+  static inline Vector combine(Vector a, Vector b) {
+    return a + b;
+  }
 };
 struct Mean : Sum {
   static constexpr bool kScaled = true;
@@ -91,28 +97,38 @@ struct Mean : Sum {
 struct Product {
   static constexpr bool kScaled = false;
   template <class Vector>
-  static inline Vector combine(Vector a, Vector b) { return a * b; }
+  static inline Vector combine(Vector a, Vector b) {
+    return a * b;
+  }
 };
 // A NaN on the left loses every comparison and stays; one on the right is taken explicitly.
 struct Min {
   static constexpr bool kScaled = false;
   template <class Vector>
-  static inline Vector combine(Vector a, Vector b) { return (b < a) | (b != b) ? b : a; }
+  static inline Vector combine(Vector a, Vector b) {
+    return (b < a) | (b != b) ? b : a;
+  }
 };
 struct Max {
   static constexpr bool kScaled = false;
   template <class Vector>
-  static inline Vector combine(Vector a, Vector b) { return (b > a) | (b != b) ? b : a; }
+  static inline Vector combine(Vector a, Vector b) {
+    return (b > a) | (b != b) ? b : a;
+  }
 };
 struct Or {
   static constexpr bool kScaled = false;
   template <class Vector>
-  static inline Vector combine(Vector a, Vector b) { return a | b; }
+  static inline Vector combine(Vector a, Vector b) {
+    return a | b;
+  }
 };
 struct And {
   static constexpr bool kScaled = false;
   template <class Vector>
-  static inline Vector combine(Vector a, Vector b) { return a & b; }
+  static inline Vector combine(Vector a, Vector b) {
+    return a & b;
+  }
 };
 
 // ---- The loop.
@@ -177,7 +193,8 @@ __attribute__((noinline)) void reduce_all(const ReduceArgs& args) {
   constexpr int kUnroll = 4;
   constexpr int64_t kStride = Element::kLanes * Element::kNbytes;
   using Accumulator = typename Element::Accumulator;
-  const Accumulator scale = Op::kScaled ? Accumulator(1) / Accumulator(args.num_inputs) : Accumulator(1);
+  const Accumulator scale =
+      Op::kScaled ? Accumulator(1) / Accumulator(args.num_inputs) : Accumulator(1);
   const int64_t nbytes = args.num_elements * Element::kNbytes;
   int64_t at = 0;
   for (; at + kUnroll * kStride <= nbytes; at += kUnroll * kStride) {
@@ -187,8 +204,8 @@ __attribute__((noinline)) void reduce_all(const ReduceArgs& args) {
   if (at < nbytes) reduce_rest<Element, Op>(args, at, static_cast<int>(nbytes - at), scale);
 }
 
-// Keeps the compiler from contracting a product and a sum into one instruction that rounds once, which only some
-// processors have.
+// Keeps the compiler from contracting a product and a sum into one instruction that rounds once,
+// which only some processors have.
 template <class T>
 inline T rounded(T value) {
   asm("" : "+m"(value));
@@ -219,23 +236,34 @@ void multiply_complex(const ReduceArgs& args) {
 template <class Element>
 void reduce_floats(ReduceOp op, const ReduceArgs& args) {
   switch (op) {
-    case ReduceOp::kSum: return reduce_all<Element, Sum>(args);
-    case ReduceOp::kMean: return reduce_all<Element, Mean>(args);
-    case ReduceOp::kMin: return reduce_all<Element, Min>(args);
-    case ReduceOp::kMax: return reduce_all<Element, Max>(args);
-    case ReduceOp::kProduct: return reduce_all<Element, Product>(args);
+    case ReduceOp::kSum:
+      return reduce_all<Element, Sum>(args);
+    case ReduceOp::kMean:
+      return reduce_all<Element, Mean>(args);
+    case ReduceOp::kMin:
+      return reduce_all<Element, Min>(args);
+    case ReduceOp::kMax:
+      return reduce_all<Element, Max>(args);
+    case ReduceOp::kProduct:
+      return reduce_all<Element, Product>(args);
   }
 }
 
-// Sums and products are taken in the unsigned type, where overflow is defined and has the same bits.
+// Sums and products are taken in the unsigned type, where overflow is defined and has the same
+// bits.
 template <class Signed, class Unsigned>
 void reduce_integers(ReduceOp op, const ReduceArgs& args) {
   switch (op) {
-    case ReduceOp::kSum: return reduce_all<Plain<Unsigned>, Sum>(args);
-    case ReduceOp::kMin: return reduce_all<Plain<Signed>, Min>(args);
-    case ReduceOp::kMax: return reduce_all<Plain<Signed>, Max>(args);
-    case ReduceOp::kProduct: return reduce_all<Plain<Unsigned>, Product>(args);
-    case ReduceOp::kMean: return;  // refused by reduce()
+    case ReduceOp::kSum:
+      return reduce_all<Plain<Unsigned>, Sum>(args);
+    case ReduceOp::kMin:
+      return reduce_all<Plain<Signed>, Min>(args);
+    case ReduceOp::kMax:
+      return reduce_all<Plain<Signed>, Max>(args);
+    case ReduceOp::kProduct:
+      return reduce_all<Plain<Unsigned>, Product>(args);
+    case ReduceOp::kMean:
+      return;  // refused by reduce()
   }
 }
 
@@ -255,18 +283,30 @@ void reduce_bools(ReduceOp op, const ReduceArgs& args) {
 
 void reduce_any(DType dtype, ReduceOp op, const ReduceArgs& args) {
   switch (dtype) {
-    case DType::kBool: return reduce_bools(op, args);
-    case DType::kUInt8: return reduce_integers<uint8_t, uint8_t>(op, args);
-    case DType::kInt8: return reduce_integers<int8_t, uint8_t>(op, args);
-    case DType::kInt16: return reduce_integers<int16_t, uint16_t>(op, args);
-    case DType::kInt32: return reduce_integers<int32_t, uint32_t>(op, args);
-    case DType::kInt64: return reduce_integers<int64_t, uint64_t>(op, args);
-    case DType::kFloat16: return reduce_floats<Half>(op, args);
-    case DType::kBFloat16: return reduce_floats<BrainFloat>(op, args);
-    case DType::kFloat32: return reduce_floats<Plain<float>>(op, args);
-    case DType::kFloat64: return reduce_floats<Plain<double>>(op, args);
-    case DType::kComplex64: return reduce_complex<float>(op, args);
-    case DType::kComplex128: return reduce_complex<double>(op, args);
+    case DType::kBool:
+      return reduce_bools(op, args);
+    case DType::kUInt8:
+      return reduce_integers<uint8_t, uint8_t>(op, args);
+    case DType::kInt8:
+      return reduce_integers<int8_t, uint8_t>(op, args);
+    case DType::kInt16:
+      return reduce_integers<int16_t, uint16_t>(op, args);
+    case DType::kInt32:
+      return reduce_integers<int32_t, uint32_t>(op, args);
+    case DType::kInt64:
+      return reduce_integers<int64_t, uint64_t>(op, args);
+    case DType::kFloat16:
+      return reduce_floats<Half>(op, args);
+    case DType::kBFloat16:
+      return reduce_floats<BrainFloat>(op, args);
+    case DType::kFloat32:
+      return reduce_floats<Plain<float>>(op, args);
+    case DType::kFloat64:
+      return reduce_floats<Plain<double>>(op, args);
+    case DType::kComplex64:
+      return reduce_complex<float>(op, args);
+    case DType::kComplex128:
+      return reduce_complex<double>(op, args);
   }
 }
 

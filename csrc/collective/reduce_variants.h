@@ -1,4 +1,5 @@
-// One function per instruction set; reduce() chooses. A variant that this architecture lacks does not exist.
+// One function per instruction set; reduce() chooses. A variant that this architecture lacks does
+// not exist.
 #pragma once
 
 #include "collective/reduce.h"

@@ -13,7 +13,8 @@ namespace {
 
 constexpr std::chrono::milliseconds kSlice{50};  // how late a signal may be noticed
 
-// A thread started while this lives inherits a mask of all signals, so that the program's own threads handle them.
+// A thread started while this lives inherits a mask of all signals, so that the program's own
+// threads handle them.
 class BlockSignals {
  public:
   BlockSignals() {

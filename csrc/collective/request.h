@@ -1,4 +1,5 @@
-// A communicator's operations in the order of their calls: at once in the calling thread, or later on one worker.
+// A communicator's operations in the order of their calls: at once in the calling thread, or later
+// on one worker.
 #pragma once
 
 #include <atomic>
@@ -24,7 +25,8 @@ class Request {
 
   // True once it has ended, well or not.
   bool test() const { return done_.load(std::memory_order_acquire); }
-  // Returns once it has ended; raises what it raised, or what a signal handler raises (which fails the group).
+  // Returns once it has ended; raises what it raised, or what a signal handler raises (which fails
+  // the group).
   void wait();
   const std::string& description() const { return description_; }
 

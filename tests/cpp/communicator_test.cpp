@@ -1,4 +1,5 @@
-// The communicator with ranks as threads of one process; its pure parts alone. Made for the sanitizers.
+// The communicator with ranks as threads of one process; its pure parts alone. Made for the
+// sanitizers.
 #include "collective/communicator.h"
 
 #include <cstring>
@@ -90,7 +91,8 @@ bool in_arena(Place place, int rank) {
 constexpr Place kPlaces[] = {Place::kNone, Place::kAll, Place::kEven};
 
 // Inline, eager and their edges, one slot and its edges, several chunks, more than all buffers.
-const std::vector<int64_t> kSizes = {0, 1, 3, 12, 13, 1000, 1024, 1025, 20000, 65536, 65537, 300001};
+const std::vector<int64_t> kSizes = {0,    1,    3,     12,    13,    1000,
+                                     1024, 1025, 20000, 65536, 65537, 300001};
 
 void test_all_reduce() {
   for (int size : {1, 2, 3, 4}) {
@@ -144,7 +146,8 @@ void test_movement() {
             for (int64_t i = 0; i < n; ++i) CHECK(large[r * n + i] == int32_t(i * 10 + r));
           }
           for (int64_t i = 0; i < n * size; ++i) large[i] = int32_t(i + me);
-          c.reduce_scatter(large.buffer(DType::kInt32), small.buffer(DType::kInt32), ReduceOp::kSum);
+          c.reduce_scatter(large.buffer(DType::kInt32), small.buffer(DType::kInt32),
+                           ReduceOp::kSum);
           for (int64_t i = 0; i < n; ++i) {
             CHECK(small[i] == int32_t((me * n + i) * size + size * (size - 1) / 2));
           }
@@ -176,7 +179,8 @@ void test_all_to_all() {
           Array<int32_t> input(total, in_arena(place, me)), output(total, in_arena(place, me));
           int64_t at = 0;
           for (int q = 0; q < size; ++q) {
-            for (int64_t i = 0; i < call.input_splits[q]; ++i) input[at++] = int32_t(i * 100 + me * 10 + q);
+            for (int64_t i = 0; i < call.input_splits[q]; ++i)
+              input[at++] = int32_t(i * 100 + me * 10 + q);
           }
           call.input = input.buffer(DType::kInt32);
           call.output = output.buffer(DType::kInt32);
@@ -203,7 +207,8 @@ void test_broadcast_many() {
       for (int64_t i = 0; i < 3 * scale; ++i) d[i] = start - float(i);
       for (int i = 0; i < 7; ++i) e[i] = uint8_t(i + c.rank());
       c.broadcast_many({a.buffer(DType::kFloat32), b.buffer(DType::kFloat32),
-                        d.buffer(DType::kFloat32), e.buffer(DType::kUInt8)}, 1);
+                        d.buffer(DType::kFloat32), e.buffer(DType::kUInt8)},
+                       1);
       for (int64_t i = 0; i < 5 * scale; ++i) CHECK(a[i] == float(i));
       for (int64_t i = 0; i < 3 * scale; ++i) CHECK(d[i] == -float(i));
       for (int i = 0; i < 7; ++i) CHECK(e[i] == i + 1);
@@ -214,11 +219,11 @@ void test_broadcast_many() {
 void test_mismatch() {
   on_ranks(3, [&](ShmCommunicator& c) {
     std::vector<float> values(12, 1);
-    const Buffer twelve{values.data(), 12, DType::kFloat32}, ten{values.data(), 10, DType::kFloat32};
+    const Buffer twelve{values.data(), 12, DType::kFloat32},
+        ten{values.data(), 10, DType::kFloat32};
     for (int round = 0; round < 5; ++round) {
-      std::string text = message_of<MismatchError>([&] {
-        c.rank() == 1 ? c.broadcast(ten, 0) : c.all_reduce(twelve, ReduceOp::kSum);
-      });
+      std::string text = message_of<MismatchError>(
+          [&] { c.rank() == 1 ? c.broadcast(ten, 0) : c.all_reduce(twelve, ReduceOp::kSum); });
       CHECK(contains(text, "called all_reduce(sum) of 12 float32"));
       CHECK(contains(text, "rank 1 (pid"));
       CHECK(contains(text, "called broadcast(from rank 0) of 10 float32"));
@@ -242,7 +247,8 @@ void test_mismatch() {
       call.input = call.output = {values.data(), 3, DType::kFloat32};
       call.input_splits = call.output_splits = {1, 1, 1};
       if (c.rank() == 0) call.input_splits = {1, 2, 0};
-      CHECK(contains(message_of<MismatchError>([&] { c.run(call); }), "sends 2 elements to rank 1"));
+      CHECK(
+          contains(message_of<MismatchError>([&] { c.run(call); }), "sends 2 elements to rank 1"));
       std::fill(values.begin(), values.end(), 1.f);
       c.all_reduce(twelve, ReduceOp::kSum);
       CHECK(values[11] == 3);
@@ -282,7 +288,8 @@ void test_messages() {
       const auto send = [&] { c.send({&value, 1, DType::kFloat64}, 1, 9); };
       send();
       c.barrier();
-      CHECK(contains(message_of<MismatchError>(send), "it expected 2 float32 with tag 9 and got 1 float64"));
+      CHECK(contains(message_of<MismatchError>(send),
+                     "it expected 2 float32 with tag 9 and got 1 float64"));
       send();
     } else if (me == 1) {
       float two[2];
@@ -297,15 +304,16 @@ void test_messages() {
   });
 }
 
-// A sender that is blocked in a long message learns that it was refused, and cuts it short; so it does when another one was
-// refused, and then the receiver waits on for the message of its tag.
+// A sender that is blocked in a long message learns that it was refused, and cuts it short; so it
+// does when another one was refused, and then the receiver waits on for the message of its tag.
 void test_refused_while_sending() {
   on_ranks(2, [&](ShmCommunicator& c) {
     std::vector<uint8_t> bytes(8 << 20);
     const Buffer all{bytes.data(), int64_t(bytes.size()), DType::kUInt8};
     const Buffer five{bytes.data(), 5, DType::kUInt8};
     for (int round = 0; round < 20; ++round) {
-      message_of<MismatchError>([&] { c.rank() == 0 ? c.send(all, 1, 0) : (void)c.receive(five, 0, 0); });
+      message_of<MismatchError>(
+          [&] { c.rank() == 0 ? c.send(all, 1, 0) : (void)c.receive(five, 0, 0); });
       if (c.rank() == 0) {
         std::fill(bytes.begin(), bytes.end(), uint8_t(round + 1));
         bool raised = false;
@@ -365,7 +373,8 @@ void test_requests() {
     std::vector<std::shared_ptr<Request>> requests;
     for (int k = 0; k < kCount; ++k) {
       for (auto& value : values[k]) value = float(k + c.rank());
-      const Collective call{Operation::kAllReduce, ReduceOp::kSum, 0, {}, {values[k].data(), n, DType::kFloat32}};
+      const Collective call{
+          Operation::kAllReduce, ReduceOp::kSum, 0, {}, {values[k].data(), n, DType::kFloat32}};
       if (k % 7 == 3) {
         c.run(call);
       } else {
@@ -397,7 +406,8 @@ void test_failure() {
         return;
       }
       for (int k = 0; k < 2; ++k) {
-        CHECK(contains(message_of<PeerError>([&] { c.all_reduce(array.buffer(DType::kFloat32), ReduceOp::kSum); }),
+        CHECK(contains(message_of<PeerError>(
+                           [&] { c.all_reduce(array.buffer(DType::kFloat32), ReduceOp::kSum); }),
                        "rank 2 raised for a test"));
       }
       double value;
@@ -407,20 +417,26 @@ void test_failure() {
 }
 
 void test_timeout() {
-  on_ranks(2, [&](ShmCommunicator& c) {
-    if (c.rank() == 1) return;
-    float value = 1;
-    const std::string text = message_of<TimeoutError>([&] { c.all_reduce({&value, 1, DType::kFloat32}, ReduceOp::kSum); });
-    CHECK(contains(text, "rank 1"));
-    CHECK(contains(text, "all_reduce(sum) of 1 float32"));
-  }, 0.5);
+  on_ranks(
+      2,
+      [&](ShmCommunicator& c) {
+        if (c.rank() == 1) return;
+        float value = 1;
+        const std::string text = message_of<TimeoutError>(
+            [&] { c.all_reduce({&value, 1, DType::kFloat32}, ReduceOp::kSum); });
+        CHECK(contains(text, "rank 1"));
+        CHECK(contains(text, "all_reduce(sum) of 1 float32"));
+      },
+      0.5);
 }
 
 // Requests that nobody waits for, and a communicator that goes while one is in flight.
 void test_abandoned_request() {
   on_ranks(2, [&](ShmCommunicator& c) {
     std::vector<float> values(10);
-    if (c.rank() == 0) c.start({Operation::kAllReduce, ReduceOp::kSum, 0, {}, {values.data(), 10, DType::kFloat32}}, nullptr);
+    if (c.rank() == 0)
+      c.start({Operation::kAllReduce, ReduceOp::kSum, 0, {}, {values.data(), 10, DType::kFloat32}},
+              nullptr);
   });
 }
 
@@ -480,12 +496,14 @@ void test_layout() {
       CHECK(end <= layout.total_nbytes());
     };
     const auto for_all = [&](auto&& visit) {
-      for (uint64_t parity : {0, 1}) for (int r = 0; r < size; ++r) visit(parity, r);
+      for (uint64_t parity : {0, 1})
+        for (int r = 0; r < size; ++r) visit(parity, r);
     };
     for (int r = 0; r < size; ++r) place(layout.claim(r), sizeof(Counter));
     for_all([&](uint64_t p, int r) { place(layout.call(p, r), sizeof(CallLine)); });
     for (int r = 0; r < size; ++r) place(layout.flags(r), sizeof(RankFlags));
-    for_all([&](uint64_t p, int r) { place(layout.splits(p, r), (size_t(size) * 16 + 63) / 64 * 64); });
+    for_all(
+        [&](uint64_t p, int r) { place(layout.splits(p, r), (size_t(size) * 16 + 63) / 64 * 64); });
     for_all([&](uint64_t p, int r) { place(layout.eager(p, r), PayloadLayout::kEagerNbytes); });
     for_all([&](uint64_t p, int r) { place(layout.slot(p, r), layout.slot_nbytes()); });
     for_all([&](uint64_t p, int r) { place(layout.result(p, r), layout.slice_nbytes()); });

@@ -1,4 +1,5 @@
-// The reduction kernels against a naive loop: every type, operation, instruction set, odd lengths and odd addresses.
+// The reduction kernels against a naive loop: every type, operation, instruction set, odd lengths
+// and odd addresses.
 #include "collective/reduce.h"
 
 #include <algorithm>
@@ -48,7 +49,8 @@ uint16_t encode(double value, HalfFormat format) {
   if (value == 0) return sign;
   const int exponent = std::max(std::ilogb(value), 1 - format.bias);
   const double units = std::nearbyint(std::ldexp(value, format.mantissa_bits - exponent));
-  // A subnormal has a unit's weight of exponent 1 and no implicit one; a carry may make it, or the exponent, one more.
+  // A subnormal has a unit's weight of exponent 1 and no implicit one; a carry may make it, or the
+  // exponent, one more.
   const double bits = std::ldexp(exponent + format.bias - 1, format.mantissa_bits) + units;
   return sign | static_cast<uint16_t>(std::min<double>(bits, infinity));
 }
@@ -75,10 +77,14 @@ T combine(T a, T b, ReduceOp op) {
   if (a != a) return a;
   if (b != b) return b;
   switch (op) {
-    case ReduceOp::kMin: return b < a ? b : a;
-    case ReduceOp::kMax: return b > a ? b : a;
-    case ReduceOp::kProduct: return a * b;
-    default: return a + b;
+    case ReduceOp::kMin:
+      return b < a ? b : a;
+    case ReduceOp::kMax:
+      return b > a ? b : a;
+    case ReduceOp::kProduct:
+      return a * b;
+    default:
+      return a + b;
   }
 }
 
@@ -99,7 +105,8 @@ Element naive_integer(const std::vector<Element>& inputs, ReduceOp op) {
 }
 
 Element naive_int64(const std::vector<Element>& inputs, ReduceOp op) {
-  if (op == ReduceOp::kMin || op == ReduceOp::kMax) return naive_integer<int64_t, int64_t>(inputs, op);
+  if (op == ReduceOp::kMin || op == ReduceOp::kMax)
+    return naive_integer<int64_t, int64_t>(inputs, op);
   return naive_integer<uint64_t, uint64_t>(inputs, op);
 }
 
@@ -131,26 +138,40 @@ Element naive_bool(const std::vector<Element>& inputs, ReduceOp op) {
 
 Element naive(DType dtype, ReduceOp op, const std::vector<Element>& inputs) {
   switch (dtype) {
-    case DType::kBool: return naive_bool(inputs, op);
-    case DType::kUInt8: return naive_integer<uint8_t, int64_t>(inputs, op);
-    case DType::kInt8: return naive_integer<int8_t, int64_t>(inputs, op);
-    case DType::kInt16: return naive_integer<int16_t, int64_t>(inputs, op);
-    case DType::kInt32: return naive_integer<int32_t, int64_t>(inputs, op);
-    case DType::kInt64: return naive_int64(inputs, op);
+    case DType::kBool:
+      return naive_bool(inputs, op);
+    case DType::kUInt8:
+      return naive_integer<uint8_t, int64_t>(inputs, op);
+    case DType::kInt8:
+      return naive_integer<int8_t, int64_t>(inputs, op);
+    case DType::kInt16:
+      return naive_integer<int16_t, int64_t>(inputs, op);
+    case DType::kInt32:
+      return naive_integer<int32_t, int64_t>(inputs, op);
+    case DType::kInt64:
+      return naive_int64(inputs, op);
     case DType::kFloat16: {
-      const auto load = [](const Element& e) { return float(decode(get<uint16_t>(e), kFloat16Format)); };
+      const auto load = [](const Element& e) {
+        return float(decode(get<uint16_t>(e), kFloat16Format));
+      };
       return put<uint16_t>({encode(naive_float<float>(inputs, op, load), kFloat16Format)});
     }
     case DType::kBFloat16: {
-      const auto load = [](const Element& e) { return float(decode(get<uint16_t>(e), kBFloat16Format)); };
+      const auto load = [](const Element& e) {
+        return float(decode(get<uint16_t>(e), kBFloat16Format));
+      };
       return put<uint16_t>({encode(naive_float<float>(inputs, op, load), kBFloat16Format)});
     }
     case DType::kFloat32:
-      return put<float>({naive_float<float>(inputs, op, [](const Element& e) { return get<float>(e); })});
+      return put<float>(
+          {naive_float<float>(inputs, op, [](const Element& e) { return get<float>(e); })});
     case DType::kFloat64:
-      return put<double>({naive_float<double>(inputs, op, [](const Element& e) { return get<double>(e); })});
-    case DType::kComplex64: return naive_complex<float>(inputs, op);
-    case DType::kComplex128: return naive_complex<double>(inputs, op);
+      return put<double>(
+          {naive_float<double>(inputs, op, [](const Element& e) { return get<double>(e); })});
+    case DType::kComplex64:
+      return naive_complex<float>(inputs, op);
+    case DType::kComplex128:
+      return naive_complex<double>(inputs, op);
   }
   return {};
 }
@@ -173,15 +194,21 @@ bool same(DType dtype, const Element& a, const Element& b) {
     case DType::kBFloat16:
       return std::isnan(decode(get<uint16_t>(a), kBFloat16Format)) &&
              std::isnan(decode(get<uint16_t>(b), kBFloat16Format));
-    case DType::kFloat32: return both_nan(float{}, 1);
-    case DType::kFloat64: return both_nan(double{}, 1);
-    case DType::kComplex64: return both_nan(float{}, 2);
-    case DType::kComplex128: return both_nan(double{}, 2);
-    default: return false;
+    case DType::kFloat32:
+      return both_nan(float{}, 1);
+    case DType::kFloat64:
+      return both_nan(double{}, 1);
+    case DType::kComplex64:
+      return both_nan(float{}, 2);
+    case DType::kComplex128:
+      return both_nan(double{}, 2);
+    default:
+      return false;
   }
 }
 
-// Random bits give every exponent, subnormal numbers, infinities and NaN; small numbers give ties and exact sums.
+// Random bits give every exponent, subnormal numbers, infinities and NaN; small numbers give ties
+// and exact sums.
 void fill(std::vector<uint8_t>& bytes, DType dtype, std::mt19937& random) {
   for (uint8_t& byte : bytes) byte = dtype == DType::kBool ? random() & 1 : random();
   if (dtype == DType::kFloat32 && random() % 2) {
@@ -222,7 +249,9 @@ std::vector<uint8_t> run(const Case& c, const std::vector<std::vector<uint8_t>>&
     }
   }
   reduce(c.dtype, c.op,
-         {inputs.data(), c.num_inputs, outputs.data(), static_cast<int>(outputs.size()), c.num_elements}, isa);
+         {inputs.data(), c.num_inputs, outputs.data(), static_cast<int>(outputs.size()),
+          c.num_elements},
+         isa);
   const auto* result = static_cast<uint8_t*>(outputs[0]);
   for (void* output : outputs) {
     CHECK(std::equal(result, result + nbytes, static_cast<uint8_t*>(output)));
@@ -321,8 +350,10 @@ void test_refusals() {
   float value = 0;
   const void* inputs[] = {&value};
   void* outputs[] = {&value};
-  for (auto [dtype, op] : {std::pair{DType::kInt64, ReduceOp::kMean}, {DType::kBool, ReduceOp::kMean},
-                           {DType::kComplex64, ReduceOp::kMin}, {DType::kComplex128, ReduceOp::kMax}}) {
+  for (auto [dtype, op] : {std::pair{DType::kInt64, ReduceOp::kMean},
+                           {DType::kBool, ReduceOp::kMean},
+                           {DType::kComplex64, ReduceOp::kMin},
+                           {DType::kComplex128, ReduceOp::kMax}}) {
     bool raised = false;
     try {
       reduce(dtype, op, {inputs, 1, outputs, 1, 1}, Isa::kBaseline);
