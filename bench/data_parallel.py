@@ -42,7 +42,7 @@ class Trainee:
 
     def step(self) -> None:
         inputs, target = self.batch
-        self.workload.loss(self.model(inputs), target).backward()  # type: ignore[no-untyped-call]
+        self.workload.loss(self.model(inputs), target).backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
 

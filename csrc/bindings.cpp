@@ -66,7 +66,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::register_local_exception_translator(&translate);
   set_autograd_rethrow(&rethrow_as_python_error);
   set_interrupt_check(&run_signal_handlers);
-  module.def("arena_usage", &arena_usage, "Bytes of this process's arena: used, committed, capacity.");
+  module.def("arena_usage", &arena_usage,
+             "Bytes of this process's arena: used, committed, capacity.");
   bind_collective(module);
   bind_reducer(module);
   bind_testing(module);

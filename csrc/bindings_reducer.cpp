@@ -92,14 +92,16 @@ void pack_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& out,
 
 void bind_reducer(py::module_& module) {
   py::class_<Reducer, std::shared_ptr<Reducer>>(
-      module, "Reducer", "Averages the gradients of a module's backwards; see csrc/bucket/reducer.h.")
+      module, "Reducer",
+      "Averages the gradients of a module's backwards; see csrc/bucket/reducer.h.")
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("store"),
            py::arg("group"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"),
            py::arg("global_ranks"), py::arg("settings"),
            "Collective. `group` is None for shared memory, else the process group to use.")
-      .def("watch", &Reducer::watch, py::arg("outputs"), py::arg("synchronize"),
-           py::call_guard<py::gil_scoped_release>(),
-           "To be called with a forward's output tensors: their backward is a round if synchronize.")
+      .def(
+          "watch", &Reducer::watch, py::arg("outputs"), py::arg("synchronize"),
+          py::call_guard<py::gil_scoped_release>(),
+          "To be called with a forward's output tensors: their backward is a round if synchronize.")
       .def("detach_hooks", &Reducer::detach_hooks, "Removes every hook; the module may live on.")
       .def("counters", &counters, "What report.Report shows, by name.")
       .def("units", &units, "(alone, nbytes, parameters) of every unit.")
@@ -111,8 +113,7 @@ void bind_reducer(py::module_& module) {
            "Indices of trainable parameters that no rank used in the last round.")
       .def("changed_since_first_round", &Reducer::changed_since_first_round,
            "Indices of parameters that only one of the first and the last round used.");
-  module.def("pack", &pack_tensors, py::arg("tensors"), py::arg("out"),
-             py::arg("iterations") = 1,
+  module.def("pack", &pack_tensors, py::arg("tensors"), py::arg("out"), py::arg("iterations") = 1,
              "Copies contiguous tensors one after the other into out; for the benchmark.");
   module.def("install_allocator", &GradientAllocator::install,
              "Installs the gradient allocator; an empty string, or why it cannot be used.");

@@ -146,7 +146,7 @@ class Trainee:
         start = time.perf_counter()
         loss: Tensor = self.model(*batch)
         # torch's own annotation of backward() is missing.
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         synced = time.perf_counter()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for parameters in self.optimizer.param_groups:
@@ -168,7 +168,7 @@ class Trainee:
         start = time.perf_counter()
         with wrapped.no_sync():
             loss: Tensor = wrapped(*batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         elapsed_s = time.perf_counter() - start
         self.optimizer.zero_grad()
         return elapsed_s

@@ -177,7 +177,7 @@ def train_on_all_ranks(plan: Plan, text: StdlibText) -> TrainingResult:
     store = TCPStore("127.0.0.1", 0, plan.num_ranks, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.pickle"
-        ranks = start_processes(  # type: ignore[no-untyped-call]
+        ranks = start_processes(
             train_on_rank,
             args=(plan, text, store.port, result_path),
             nprocs=plan.num_ranks,

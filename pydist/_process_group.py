@@ -296,9 +296,10 @@ class ProcessGroupOperations:
         tensor.copy_(total.view_as(tensor))
 
     def _gather_bytes(self, mine: Tensor) -> Tensor:
-        gathered = torch.empty(self._size * mine.numel(), dtype=torch.uint8)
-        dist.all_gather_into_tensor(gathered, mine, group=self._group)
-        return gathered
+        # Into rows: the call that takes one tensor has changed its name between torch versions.
+        rows = torch.empty(self._size, mine.numel(), dtype=torch.uint8)
+        dist.all_gather(list(rows.unbind()), mine, group=self._group)
+        return rows.view(-1)
 
     def _broadcast_bytes(self, run: Tensor, root: int) -> None:
         if run.numel() > 0:

@@ -251,7 +251,7 @@ class DataParallel(DistributedDataParallel):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        torch.nn.Module.__setstate__(self, state)
         self.process_group = _default_group()
         self._build(init_sync=False)
 

@@ -6,9 +6,9 @@ import resource
 from pathlib import Path
 
 import torch
-from ranks import fresh_ranks
 
 import pydist
+from ranks import fresh_ranks
 
 MIB = 1024 * 1024
 CLONE_NEWNS = 0x00020000
@@ -38,7 +38,7 @@ def train_in_small_folder(rank: int, world_size: int) -> str:
 
 
 def test_a_small_dev_shm_does_not_matter() -> None:
-    """Containers give /dev/shm 64 MiB or less; memory comes from memfd, which no such limit binds."""
+    """Containers give /dev/shm 64 MiB or less; memfd memory is not bound by that."""
     outcomes = fresh_ranks(2, train_in_small_folder)
     assert [outcome.value for outcome in outcomes] == ["shared_memory"] * 2
 

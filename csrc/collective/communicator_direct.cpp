@@ -30,7 +30,7 @@ namespace {
 // Small enough that ranks finish together, large enough that claiming costs nothing (about 0.1 us
 // per chunk).
 constexpr size_t kMaxChunkNbytes = size_t{128} << 10;
-constexpr size_t kMinChunkNbytes = size_t{4} << 10;
+constexpr size_t kMinChunkNbytes = size_t{32} << 10;
 constexpr int kChunksPerRank = 4;
 constexpr int kChunkBits = 20;
 constexpr int64_t kMaxChunks = (int64_t{1} << kChunkBits) - 1;

@@ -148,15 +148,50 @@ inline typename Element::Vector scaled(typename Element::Vector vector,
   return vector;
 }
 
+// Where the buffers lie. A fixed number of them is copied into this frame, so that the loop keeps
+// the addresses in registers: through `args` it would load them again after every store, which
+// might have changed them.
+template <int kCount>
+struct Addresses {
+  explicit Addresses(const ReduceArgs& args) {
+    for (int k = 0; k < kCount; ++k) {
+      inputs[k] = input(args, k);
+      outputs[k] = output(args, k);
+    }
+  }
+  constexpr int num_inputs() const { return kCount; }
+  constexpr int num_outputs() const { return kCount; }
+  const uint8_t* from(int k) const { return inputs[k]; }
+  uint8_t* to(int k) const { return outputs[k]; }
+
+  const uint8_t* inputs[kCount];
+  uint8_t* outputs[kCount];
+};
+
+// Any number of either.
+template <>
+struct Addresses<0> {
+  explicit Addresses(const ReduceArgs& given) : args(given) {}
+  int num_inputs() const { return args.num_inputs; }
+  int num_outputs() const { return args.num_outputs; }
+  const uint8_t* from(int k) const { return input(args, k); }
+  uint8_t* to(int k) const { return output(args, k); }
+
+  const ReduceArgs& args;
+};
+
 // kUnroll vectors from byte `at` on.
-template <class Element, class Op, int kUnroll>
-inline void reduce_step(const ReduceArgs& args, int64_t at, typename Element::Accumulator scale) {
+template <class Element, class Op, int kUnroll, int kCount>
+inline __attribute__((always_inline)) void reduce_step(const Addresses<kCount>& addresses,
+                                                       int64_t at,
+                                                       typename Element::Accumulator scale) {
   constexpr int kStride = Element::kLanes * Element::kNbytes;
   typename Element::Vector sums[kUnroll];
 #pragma GCC unroll 8
-  for (int u = 0; u < kUnroll; ++u) sums[u] = Element::load(input(args, 0) + at + u * kStride);
-  for (int k = 1; k < args.num_inputs; ++k) {
-    const uint8_t* from = input(args, k) + at;
+  for (int u = 0; u < kUnroll; ++u) sums[u] = Element::load(addresses.from(0) + at + u * kStride);
+#pragma GCC unroll 8
+  for (int k = 1; k < addresses.num_inputs(); ++k) {
+    const uint8_t* from = addresses.from(k) + at;
 #pragma GCC unroll 8
     for (int u = 0; u < kUnroll; ++u) {
       sums[u] = Op::combine(sums[u], Element::load(from + u * kStride));
@@ -164,8 +199,9 @@ inline void reduce_step(const ReduceArgs& args, int64_t at, typename Element::Ac
   }
 #pragma GCC unroll 8
   for (int u = 0; u < kUnroll; ++u) sums[u] = scaled<Element, Op>(sums[u], scale);
-  for (int k = 0; k < args.num_outputs; ++k) {
-    uint8_t* to = output(args, k) + at;
+#pragma GCC unroll 8
+  for (int k = 0; k < addresses.num_outputs(); ++k) {
+    uint8_t* to = addresses.to(k) + at;
 #pragma GCC unroll 8
     for (int u = 0; u < kUnroll; ++u) Element::store(to + u * kStride, sums[u]);
   }
@@ -188,20 +224,35 @@ void reduce_rest(const ReduceArgs& args, int64_t at, int nbytes,
   }
 }
 
-template <class Element, class Op>
-__attribute__((noinline)) void reduce_all(const ReduceArgs& args) {
+template <class Element, class Op, int kCount>
+__attribute__((noinline)) void reduce_buffers(const ReduceArgs& args) {
   constexpr int kUnroll = 4;
   constexpr int64_t kStride = Element::kLanes * Element::kNbytes;
   using Accumulator = typename Element::Accumulator;
+  const Addresses<kCount> addresses(args);
   const Accumulator scale =
       Op::kScaled ? Accumulator(1) / Accumulator(args.num_inputs) : Accumulator(1);
   const int64_t nbytes = args.num_elements * Element::kNbytes;
   int64_t at = 0;
   for (; at + kUnroll * kStride <= nbytes; at += kUnroll * kStride) {
-    reduce_step<Element, Op, kUnroll>(args, at, scale);
+    reduce_step<Element, Op, kUnroll>(addresses, at, scale);
   }
-  for (; at + kStride <= nbytes; at += kStride) reduce_step<Element, Op, 1>(args, at, scale);
+  for (; at + kStride <= nbytes; at += kStride) {
+    reduce_step<Element, Op, 1>(addresses, at, scale);
+  }
   if (at < nbytes) reduce_rest<Element, Op>(args, at, static_cast<int>(nbytes - at), scale);
+}
+
+// The usual case, every rank's copy in and out, has loops of its own for few ranks.
+template <class Element, class Op>
+void reduce_all(const ReduceArgs& args) {
+  if (args.num_inputs == 2 && args.num_outputs == 2) {
+    reduce_buffers<Element, Op, 2>(args);
+  } else if (args.num_inputs == 4 && args.num_outputs == 4) {
+    reduce_buffers<Element, Op, 4>(args);
+  } else {
+    reduce_buffers<Element, Op, 0>(args);
+  }
 }
 
 // Keeps the compiler from contracting a product and a sum into one instruction that rounds once,
