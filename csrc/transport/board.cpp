@@ -105,12 +105,14 @@ void Board::ring() {
   }
 }
 
-void Board::sleep(const std::function<int()>& awaited, double slice_s) {
+bool Board::sleep(const std::function<int()>& awaited, double slice_s) {
   Doorbell& doorbell = doorbells_[rank()];
   doorbell.sleepers.fetch_add(1, std::memory_order_seq_cst);
   const uint32_t rings = doorbell.rings.load(std::memory_order_acquire);
-  if (awaited() != kNobody && !failed()) futex_wait(doorbell.rings, rings, slice_s);
+  const bool satisfied = awaited() == kNobody;
+  if (!satisfied && !failed()) futex_wait(doorbell.rings, rings, slice_s);
   doorbell.sleepers.fetch_sub(1, std::memory_order_release);
+  return satisfied;
 }
 
 void Board::wait_slowly(const std::function<int()>& awaited,
@@ -130,13 +132,17 @@ void Board::wait_slowly(const std::function<int()>& awaited,
     } else if (yielding) {
       ::sched_yield();
     } else {
-      sleep(awaited, std::min(kSlice_s, std::max(1e-3, timeout_s() - waited_s)));
+      if (sleep(awaited, std::min(kSlice_s, std::max(1e-3, timeout_s() - waited_s)))) return;
       run_interrupt_check(operation);
     }
     const int missing = awaited();
     if (missing == kNobody) return;
     if (failed()) raise_failed(operation);
-    raise_if_dead(missing, awaited, operation);
+    const int dead = dead_rank(missing, !spinning && !yielding);
+    if (dead != kNobody) {
+      if (awaited() == kNobody) return;  // it had published what we wait for, then left
+      raise_dead(dead, operation);
+    }
     if (waited_s >= timeout_s()) raise_timeout(missing, operation);
   }
 }
@@ -150,15 +156,20 @@ void Board::run_interrupt_check(const std::function<std::string()>& operation) {
   }
 }
 
-void Board::raise_if_dead(int missing, const std::function<int()>& awaited,
-                          const std::function<std::string()>& operation) {
+// The life mutex tells of a death at once and costs a load; `thoroughly` asks the kernel too, in
+// case it has not marked it (as under user-mode emulation).
+int Board::dead_rank(int missing, bool thoroughly) const {
   for (int r = 0; r < size(); ++r) {
-    if ((missing != kAnybody && r != missing) || peers_[r]->alive()) continue;
-    if (awaited() == kNobody) return;  // it had published what we wait for, then left
-    fail(concat(describe(r), " died or left during ", operation(), ", as ", describe(rank()),
-                " noticed"));
-    raise_failed(operation);
+    if (missing != kAnybody && r != missing) continue;
+    if (!peers_[r]->alive() || (thoroughly && peers_[r]->gone())) return r;
   }
+  return kNobody;
+}
+
+void Board::raise_dead(int r, const std::function<std::string()>& operation) {
+  fail(concat(describe(r), " died or left during ", operation(), ", as ", describe(rank()),
+              " noticed"));
+  raise_failed(operation);
 }
 
 void Board::check(const std::function<std::string()>& operation) {

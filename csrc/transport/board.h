@@ -73,11 +73,11 @@ class Board {
   void ring();
 
   // Blocks until awaited() returns kNobody; otherwise it returns the rank that is missing, or
-  // kAnybody where any peer's death would mean waiting in vain. It is called often. Spins, yields,
-  // then sleeps in slices. Raises PeerError when a peer has died or the group has failed,
-  // TimeoutError (and fails the group, so that all peers raise) after timeout_s(), and what a
-  // signal handler raises (fails the group too). `operation` is called only to word an error, such
-  // as "all_reduce of 1024 float32".
+  // kAnybody where any peer's death would mean waiting in vain. It is called often, but never again
+  // once it has returned kNobody: it may take what it finds. Spins, yields, then sleeps in slices.
+  // Raises PeerError when a peer has died or the group has failed, TimeoutError (and fails the
+  // group, so that all peers raise) after timeout_s(), and what a signal handler raises (fails the
+  // group too). `operation` is called only to word an error, such as "all_reduce of 1024 float32".
   template <class Awaited, class Describe>
   void wait(Awaited&& awaited, Describe&& operation) {
     if (awaited() == kNobody) return;
@@ -111,10 +111,10 @@ class Board {
   void arrive();
   void wait_slowly(const std::function<int()>& awaited,
                    const std::function<std::string()>& operation);
-  void sleep(const std::function<int()>& awaited, double slice_s);
+  bool sleep(const std::function<int()>& awaited, double slice_s);
   void run_interrupt_check(const std::function<std::string()>& operation);
-  void raise_if_dead(int missing, const std::function<int()>& awaited,
-                     const std::function<std::string()>& operation);
+  int dead_rank(int missing, bool thoroughly) const;
+  [[noreturn]] void raise_dead(int r, const std::function<std::string()>& operation);
   [[noreturn]] void raise_failed(const std::function<std::string()>& operation);
   [[noreturn]] void raise_timeout(int missing, const std::function<std::string()>& operation);
 

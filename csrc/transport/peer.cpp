@@ -105,8 +105,7 @@ bool Peer::alive() const {
 }
 
 bool Peer::gone() const {
-  if (is_self_ || alive()) return false;
-  if (!pidfd_.valid()) return false;
+  if (is_self_ || !pidfd_.valid()) return false;
   pollfd poll_fd{pidfd_.get(), POLLIN, 0};
   return ::poll(&poll_fd, 1, 0) == 1;
 }

@@ -37,7 +37,8 @@ class Peer {
   uint8_t* arena_base() const { return base_; }
   // False as soon as the kernel has begun to end the process (its life mutex lost its owner).
   bool alive() const;
-  // True once the process is entirely gone, so that none of its threads can store any more.
+  // True once the process is entirely gone, so that none of its threads can store any more. A
+  // system call.
   bool gone() const;
 
  private:
