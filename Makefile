@@ -93,7 +93,8 @@ BUILDS := asan tsan aarch64
 asan_CXX := g++
 asan_FLAGS := -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer
 tsan_CXX := g++
-tsan_FLAGS := -fsanitize=thread
+# It does not model the fence in Board::ring(), which orders a flag against a look at who sleeps: no data.
+tsan_FLAGS := -fsanitize=thread -Wno-tsan
 aarch64_CXX := aarch64-linux-gnu-g++
 aarch64_FLAGS := -static
 export ASAN_OPTIONS ?= detect_leaks=1

@@ -14,9 +14,22 @@
 #include "bucket/reducer.h"
 #include "transport/arena.h"
 
+// torch from 2.13 on has a test of its own for a tensor that one holder may take over; where it is
+// missing, this one is found in its place (the ellipsis loses against any other declaration). A
+// Python wrapper holds a reference only since then.
+namespace pydist_before_2_13 {
+inline bool is_tensor_stealable(const at::Tensor& tensor, ...) { return tensor.use_count() <= 1; }
+}  // namespace pydist_before_2_13
+
 namespace pydist {
 
 namespace {
+
+bool held_once(const at::Tensor& tensor) {
+  using namespace torch::autograd::impl;
+  using namespace pydist_before_2_13;
+  return is_tensor_stealable(tensor, size_t{1});
+}
 
 // Elements in the parameter's own storage order, which is the same on all ranks.
 bool same_layout(const at::Tensor& variable, const at::Tensor& gradient) {
@@ -62,7 +75,7 @@ const char* Reducer::why_not_in_place(const Parameter& parameter, const at::Tens
       continue;
     }
     // Held by the engine's list only; a Python wrapper that nobody else has is allowed.
-    if (!torch::autograd::impl::is_tensor_stealable(tensor, 1)) return "held by user code";
+    if (!held_once(tensor)) return "held by user code";
     ++holders;
     if (tensor.is_view()) {
       if (tensor._base().use_count() > 1) return "shared storage";  // the view's own handle
