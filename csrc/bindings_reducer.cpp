@@ -98,6 +98,9 @@ void bind_reducer(py::module_& module) {
            py::arg("group"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"),
            py::arg("global_ranks"), py::arg("settings"),
            "Collective. `group` is None for shared memory, else the process group to use.")
+      .def("prepare", &Reducer::prepare, py::arg("synchronize"),
+           "To be called before a forward whose backward is wanted: hooks what is new, and raises "
+           "where parameters have changed or the group has failed.")
       .def(
           "watch", &Reducer::watch, py::arg("outputs"), py::arg("synchronize"),
           py::call_guard<py::gil_scoped_release>(),

@@ -2,7 +2,14 @@
 
 from pydist import _import_checks
 from pydist._version import __version__
-from pydist.errors import MismatchError, PeerError, ResourceError, TimeoutError, UsageError
+from pydist.errors import (
+    HostError,
+    MismatchError,
+    PeerError,
+    ResourceError,
+    TimeoutError,
+    UsageError,
+)
 
 _import_checks.check_all()
 
@@ -25,6 +32,7 @@ from pydist.data_parallel import DataParallel
 
 __all__ = [
     "DataParallel",
+    "HostError",
     "MismatchError",
     "PeerError",
     "ResourceError",

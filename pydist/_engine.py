@@ -3,6 +3,8 @@
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol
 
@@ -13,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from pydist import _C
 from pydist._process_group import ProcessGroupOperations
-from pydist.errors import HostError, UsageError
+from pydist.errors import HostError, PeerError, UsageError
 
 TRANSPORTS = ("shared_memory", "process_group")
 
@@ -107,22 +109,58 @@ class Engine:
         rows = gathered.view(self.size, longest).numpy()
         return [rows[rank, : int(lengths[rank])].tobytes() for rank in range(self.size)]
 
+    @contextmanager
+    def all_or_none(self, doing: str) -> Iterator[None]:
+        """Runs what may raise on some ranks only; then the others raise too. Collective.
+
+        A rank whose block raised raises that again, the others PeerError with its text.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        texts = self.exchange_bytes(b"" if problem is None else _problem_text(problem))
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(texts):
+            if text:
+                raise PeerError(f"rank {rank} raised in {doing}: {text.decode()}")
+
     def broadcast_tensors(self, tensors: list[Tensor], root: int = 0) -> None:
         """Gives all ranks the tensors of group rank `root`, in one operation. Collective.
 
         Strides must be the same on all ranks, which is checked for tensors that are dense.
         """
         with torch.no_grad():
-            targets = [tensor.detach() for tensor in tensors]
-            dense = [t if _is_dense(t) else t.contiguous() for t in targets]
+            targets = [_without_repeats(tensor.detach()) for tensor in tensors]
+            # What is written in place must be plain memory without gaps.
+            dense = [t if _is_plain(t) else _plain_copy(t) for t in targets]
             self.operations.broadcast_many(dense, root)
             for target, source in zip(targets, dense, strict=True):
                 if target is not source and self.rank != root:
                     target.copy_(source)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+def _problem_text(problem: Exception) -> bytes:
+    return f"{type(problem).__name__}: {problem}".encode()
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """An expanded tensor's memory: one of each element that it repeats."""
+    for dim in range(tensor.dim()):
+        if tensor.stride(dim) == 0 and tensor.size(dim) > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return bool(dense) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _plain_copy(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

@@ -7,6 +7,7 @@ can add, and every collective begins with an exchange of what each rank calls.
 
 import hashlib
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,10 @@ _REDUCIBLE = {
     torch.complex128,
 }
 _CALL_NBYTES = 256
+# A message is a header, the receiver's answer and the data, each with a tag of its own: what one
+# thread sends must not reach another that waits for something else.
+_NUM_TAGS = 1 << 29
+_ANSWER_TAG, _DATA_TAG = _NUM_TAGS, 2 * _NUM_TAGS
 
 
 class Finished:
@@ -65,6 +70,10 @@ class ProcessGroupOperations:
         self._group_reference = weakref.ref(group)
         self._rank, self._size = group.rank(), group.size()
         self._num_calls = 0
+        self._turns_lock = threading.Lock()
+        self._turns: weakref.WeakValueDictionary[tuple[str, int, int], threading.Lock] = (
+            weakref.WeakValueDictionary()
+        )
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -161,16 +170,17 @@ class ProcessGroupOperations:
                 "destination must be another rank of the group"
             )
         call = f"send of {_amount(tensor)} with tag {tag} to rank {destination}"
-        with _translated(call):
+        _check_tag(tag)
+        with _translated(call), self._turn("send", destination, tag):
             # The header goes first, so that a receiver with another buffer can raise.
             header = _text_to_tensor(f"{tensor.numel()} {_name(tensor.dtype)}")
-            dist.send(header, group=self._group, tag=tag, group_dst=destination)
+            self._send(header, destination, tag)
             answer = torch.zeros(1, dtype=torch.uint8)
-            dist.recv(answer, group=self._group, tag=tag, group_src=destination)
+            self._receive(answer, destination, tag + _ANSWER_TAG)
             if answer.item() == 0:
                 raise MismatchError(f"rank {destination} refused the {call}: its buffer differs")
             if tensor.numel() > 0:
-                dist.send(_bytes_of(tensor), group=self._group, tag=tag, group_dst=destination)
+                self._send(_bytes_of(tensor), destination, tag + _DATA_TAG)
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> int:
         if source == self._rank or (source is not None and not 0 <= source < self._size):
@@ -178,26 +188,45 @@ class ProcessGroupOperations:
                 f"recv on rank {self._rank} from rank {source} of {self._size}; the source must "
                 "be another rank of the group"
             )
-        expected = f"{tensor.numel()} {_name(tensor.dtype)}"
+        _check_tag(tag)
         with _translated(f"recv of {_amount(tensor)} with tag {tag}"):
             header = torch.zeros(_CALL_NBYTES, dtype=torch.uint8)
-            if source is None:
-                found = dist.recv(header, group=self._group, tag=tag)
-                source = dist.get_group_rank(self._group, found)
-            else:
-                dist.recv(header, group=self._group, tag=tag, group_src=source)
-            text = _tensor_to_text(header)
-            answer = torch.tensor([text == expected], dtype=torch.uint8)
-            dist.send(answer, group=self._group, tag=tag, group_dst=source)
-            if text != expected:
-                raise MismatchError(
-                    f"recv expected {expected} with tag {tag}, but rank {source} sent {text}"
-                )
-            if tensor.numel() > 0:
-                received = torch.empty(tensor.nbytes, dtype=torch.uint8)
-                dist.recv(received, group=self._group, tag=tag, group_src=source)
-                _copy_bytes(tensor, received)
+            source = self._receive(header, source, tag)
+            # The sender begins its next message after this one's answer, so turns are in order.
+            with self._turn("recv", source, tag):
+                self._receive_data(tensor, source, tag, _tensor_to_text(header))
         return source
+
+    def _receive_data(self, tensor: Tensor, source: int, tag: int, found: str) -> None:
+        """`found` is the sender's header."""
+        expected = f"{tensor.numel()} {_name(tensor.dtype)}"
+        answer = torch.tensor([found == expected], dtype=torch.uint8)
+        self._send(answer, source, tag + _ANSWER_TAG)
+        if found != expected:
+            raise MismatchError(
+                f"recv expected {expected} with tag {tag}, but rank {source} sent {found}"
+            )
+        if tensor.numel() > 0:
+            received = torch.empty(tensor.nbytes, dtype=torch.uint8)
+            self._receive(received, source, tag + _DATA_TAG)
+            _copy_bytes(tensor, received)
+
+    def _send(self, run: Tensor, destination: int, tag: int) -> None:
+        dist.send(run, group=self._group, tag=tag, group_dst=destination)
+
+    def _receive(self, run: Tensor, source: int | None, tag: int) -> int:
+        if source is not None:
+            dist.recv(run, group=self._group, tag=tag, group_src=source)
+            return source
+        return dist.get_group_rank(self._group, dist.recv(run, group=self._group, tag=tag))
+
+    @contextmanager
+    def _turn(self, direction: str, peer: int, tag: int) -> Iterator[None]:
+        """Threads that exchange messages with one peer and tag do so one after the other."""
+        with self._turns_lock:
+            turn = self._turns.setdefault((direction, peer, tag), threading.Lock())
+        with turn:
+            yield
 
     # -- agreement ------------------------------------------------------------------------------
 
@@ -314,6 +343,11 @@ def _amount(tensor: Tensor) -> str:
     return f"{tensor.numel()} {_name(tensor.dtype)}"
 
 
+def _check_tag(tag: int) -> None:
+    if not 0 <= tag < _NUM_TAGS:
+        raise UsageError(f"tag is {tag}; expected one from 0 to {_NUM_TAGS - 1}")
+
+
 def _why_not_reducible(tensor: Tensor, op: int) -> str:
     if tensor.dtype not in _REDUCIBLE:
         return f"cannot reduce tensors of {_name(tensor.dtype)}"
@@ -327,7 +361,8 @@ def _why_not_reducible(tensor: Tensor, op: int) -> str:
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The tensor's own memory, which is contiguous, as bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # A contiguous tensor of one element or none may have any stride, which a view as bytes forbids.
+    return _in_memory_order(tensor).view(torch.uint8)
 
 
 def _copy_bytes(tensor: Tensor, run: Tensor) -> None:

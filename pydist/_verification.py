@@ -50,6 +50,27 @@ def verify_models(engine: "Engine", model_name: str, mine: list[Description]) ->
         )
 
 
+def verify_settings(engine: "Engine", model_name: str, mine: dict[str, Any]) -> None:
+    """Raises MismatchError on every rank, naming rank and setting, unless all are equal.
+
+    Collective. Cheap enough to be done always: units that differ would mix up gradients.
+    """
+    everybody = [json.loads(text) for text in engine.exchange_bytes(json.dumps(mine).encode())]
+    for rank, theirs in enumerate(everybody):
+        for name, value in everybody[0].items():
+            if theirs[name] != value:
+                raise MismatchError(
+                    f"{model_name} was wrapped differently on different ranks: {name} is "
+                    f"{_shortened(theirs[name])} on rank {rank}, and {_shortened(value)} on "
+                    "rank 0. Give all ranks the same module and arguments."
+                )
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
 def _first_difference(expected: list[Description], found: list[Description]) -> str | None:
     for one, other in zip(expected, found, strict=False):
         for field, value in one.items():

@@ -4,7 +4,8 @@ They work for any torch group, whose Store sets the engine up at its first use. 
 through the engine; tensors of other devices go to torch.distributed's own functions.
 """
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -73,19 +74,22 @@ class Work:
 
 
 class _InMemoryOrder:
-    """Contiguous stand-ins for tensors that are not, and the way back for those written to."""
+    """Stand-ins for tensors whose memory is not their values in order, and the way back.
+
+    Such are tensors that are not contiguous, and views that only note a conjugate or a sign.
+    """
 
     def __init__(self) -> None:
         self._written: list[tuple[Tensor, Tensor]] = []
 
     def read(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().contiguous()
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
     def write(self, tensor: Tensor) -> Tensor:
         """The stand-in starts with the tensor's values."""
-        if tensor.is_contiguous():
+        if _in_order(tensor):
             return tensor
-        stand_in = tensor.detach().contiguous()
+        stand_in = self.read(tensor)
         self.later(tensor, stand_in)
         return stand_in
 
@@ -106,12 +110,28 @@ class _InMemoryOrder:
         return None
 
 
+def _in_order(tensor: Tensor) -> bool:
+    """True if the memory of a tensor is its values, one after the other."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 def _not_a_member(group: object, name: str) -> bool:
     """Like torch: a call on a group that this process is not in does nothing but warn."""
-    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+    if group is None:
         return False
-    dist.distributed_c10d._warn_not_in_group(name)
-    return True
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        dist.distributed_c10d._warn_not_in_group(name)
+        return True
+    _check_group(group)
+    return False
+
+
+def _check_group(group: object) -> None:
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("this process is not a member of the group")
+    raise UsageError(f"group must be a process group or None, not {group!r}")
 
 
 def _op_index(engine: Engine, op: Any) -> int:
@@ -143,7 +163,7 @@ def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bo
         return None
     engine = group_engine(group)
     index = _op_index(engine, op)
-    if tensor.is_contiguous() and not async_op:  # nothing to undo: the short way
+    if not async_op and _in_order(tensor):  # nothing to undo: the short way
         return engine.operations.all_reduce(tensor, index, False)
     order = _InMemoryOrder()
     return order.end(engine.operations.all_reduce(order.write(tensor), index, async_op))
@@ -179,6 +199,7 @@ def reduce_scatter(
         return None
     engine = group_engine(group)
     _check_length(engine, input_list, "input_list")
+    _check_dtypes(engine, input_list, output.dtype, "input_list")
     index = _op_index(engine, op)
     order = _InMemoryOrder()
     together = _flat(input_list)
@@ -216,6 +237,7 @@ def all_gather(
         return None
     engine = group_engine(group)
     _check_length(engine, tensor_list, "tensor_list")
+    _check_dtypes(engine, tensor_list, tensor.dtype, "tensor_list")
     order = _InMemoryOrder()
     source = order.read(tensor).view(-1)
     sizes = [target.numel() for target in tensor_list]
@@ -303,6 +325,9 @@ def all_to_all(
     engine = group_engine(group)
     _check_length(engine, output_tensor_list, "output_tensor_list")
     _check_length(engine, input_tensor_list, "input_tensor_list")
+    dtype = input_tensor_list[0].dtype
+    _check_dtypes(engine, input_tensor_list, dtype, "input_tensor_list")
+    _check_dtypes(engine, output_tensor_list, dtype, "output_tensor_list")
     order = _InMemoryOrder()
     sizes = [target.numel() for target in output_tensor_list]
     source = _flat(input_tensor_list)
@@ -327,7 +352,7 @@ def send(
     if _not_a_member(group, "send"):
         return
     target = _group_rank(group, dst, group_dst, "dst")
-    group_engine(group).operations.send(tensor.detach().contiguous(), target, tag)
+    group_engine(group).operations.send(_InMemoryOrder().read(tensor), target, tag)
 
 
 def recv(
@@ -356,15 +381,31 @@ def symmetric_empty(*size: Any, dtype: torch.dtype | None = None, group: Group =
 
     Ordinary memory where the group's ranks do not share a host. Its first use is collective.
     """
-    shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+    _check_group(group)
+    shape = _shape(size)
     dtype = dtype if dtype is not None else torch.get_default_dtype()
     if group_engine(group).transport == "shared_memory":
-        return _C.arena_empty(list(shape), dtype)
-    return torch.empty(tuple(shape), dtype=dtype)
+        return _C.arena_empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _shape(size: tuple[Any, ...]) -> list[int]:
+    """Of integers of any type, or of one sequence of them."""
+    single = len(size) == 1 and isinstance(size[0], Iterable) and not _is_scalar(size[0])
+    try:
+        return [operator.index(length) for length in (size[0] if single else size)]
+    except TypeError as error:
+        raise UsageError(f"a size is integers or one sequence of them, not {size}") from error
+
+
+def _is_scalar(value: Any) -> bool:
+    """Tensors and arrays of no dimension say that they can be iterated."""
+    return getattr(value, "ndim", None) == 0
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    order = _InMemoryOrder()
+    return torch.cat([order.read(tensor).view(-1) for tensor in tensors])
 
 
 def _splits(tensor: Tensor, sizes: list[int] | None, size: int) -> list[int]:
@@ -384,3 +425,12 @@ def _check_length(engine: Engine, tensors: list[Tensor], what: str) -> None:
 def _check_numel(engine: Engine, tensor: Tensor, expected: int, what: str) -> None:
     if tensor.numel() != expected:
         engine.operations.refuse(f"{what} has {tensor.numel()} elements instead of {expected}")
+
+
+def _check_dtypes(engine: Engine, tensors: list[Tensor], dtype: torch.dtype, what: str) -> None:
+    """The detour through one tensor would convert silently."""
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != dtype:
+            found, expected = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
+            # Short, as peers are told only how it begins.
+            engine.operations.refuse(f"{what}[{index}] is {found} instead of {expected}")

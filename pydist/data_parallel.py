@@ -1,5 +1,7 @@
 """Owns DataParallel: the drop-in for torch's DistributedDataParallel on pydist's engine."""
 
+import math
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pydist import _C
 from pydist._engine import group_engine
 from pydist._outputs import tensors_of
-from pydist._verification import describe_tensors, verify_models
+from pydist._verification import describe_tensors, verify_models, verify_settings
 from pydist.errors import UsageError
 from pydist.report import Report
 
@@ -20,6 +22,9 @@ _MIB = 1024 * 1024
 # As torch: 25 MiB, and a first bucket of 1 MiB, so that communication starts early.
 _DEFAULT_BUCKET_NBYTES = 25 * _MIB
 _DEFAULT_FIRST_BUCKET_NBYTES = 1 * _MIB
+
+# Of a warning in forward: through it and Module.__call__ to the line that called the model.
+_USER_STACKLEVEL = 5
 
 # Arguments of torch's DDP that are refused for now, with the values that mean "not used".
 _NOT_YET: dict[str, Any] = {
@@ -89,6 +94,8 @@ class DataParallel(DistributedDataParallel):
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         given = locals()
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         for name, unused in _NOT_YET.items():
             if given[name] is not unused and given[name] != unused:
                 raise NotImplementedError(
@@ -118,7 +125,7 @@ class DataParallel(DistributedDataParallel):
         )
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.process_group = process_group if process_group is not None else _default_group()
+        self.process_group = _group_of(process_group)
         self._bucket_cap_mb = bucket_cap_mb
         self._warned_unused = False
         self._build(init_sync)
@@ -126,10 +133,15 @@ class DataParallel(DistributedDataParallel):
     # -- construction ---------------------------------------------------------------------------
 
     def _build(self, init_sync: bool) -> None:
-        self._names, self._parameters_of_module = self._trainable_candidates()
+        """Collective: a rank that cannot wrap its module lets the others know before it raises."""
         self._engine = group_engine(self.process_group)
+        with self._engine.all_or_none(f"wrapping {self._model_name}"):
+            self._names, self._parameters_of_module = self._trainable_candidates()
+            settings = self._reducer_settings()
         if init_sync:
             verify_models(self._engine, self._model_name, describe_tensors(self._state()))
+        verify_settings(self._engine, self._model_name, self._agreed_settings())
+        if init_sync:
             self._engine.broadcast_tensors([tensor.detach() for _, _, tensor in self._state()])
         self._reducer = _C.Reducer(
             parameters=self._parameters_of_module,
@@ -139,9 +151,19 @@ class DataParallel(DistributedDataParallel):
             rank=self._engine.rank,
             size=self._engine.size,
             timeout_s=self._engine.timeout_s,
-            global_ranks=dist.get_process_group_ranks(self.process_group),
-            settings=self._reducer_settings(),
+            global_ranks=self._engine.global_ranks,
+            settings=settings,
         )
+
+    def _agreed_settings(self) -> dict[str, Any]:
+        """What units depend on, so that no rank reduces others than its peers."""
+        return {
+            "bucket_cap_mb": self._bucket_cap_mb,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "number of parameters": len(self._names),
+            "elements of each parameter": [p.numel() for p in self._parameters_of_module],
+            "dtype of each parameter": [str(p.dtype) for p in self._parameters_of_module],
+        }
 
     @property
     def _model_name(self) -> str:
@@ -149,6 +171,12 @@ class DataParallel(DistributedDataParallel):
 
     def _reducer_settings(self) -> dict[str, Any]:
         cap = self._bucket_cap_mb
+        if os.environ.get("PYDIST_ALLOCATOR", "") not in ("", "0", "1"):
+            raise UsageError(
+                f"PYDIST_ALLOCATOR is {os.environ['PYDIST_ALLOCATOR']!r}; expected 0, 1 or unset"
+            )
+        if cap is not None and not (isinstance(cap, (int, float)) and math.isfinite(cap)):
+            raise UsageError(f"bucket_cap_mb must be a finite number of MiB, got {cap!r}")
         cap_nbytes = _DEFAULT_BUCKET_NBYTES if cap is None else max(1, int(cap * _MIB))
         return {
             "name": self._model_name,
@@ -188,7 +216,11 @@ class DataParallel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; a backward from its outputs averages gradients, except in no_sync()."""
+        if self._reducer is None:  # a copy, used for the first time
+            self._build(init_sync=False)
         self._warn_of_last_round()
+        if torch.is_grad_enabled():
+            self._reducer.prepare(self.require_backward_grad_sync)
         if self.require_forward_param_sync and self.forward_sync_buffers:
             self._broadcast_buffers()
         output = self.module(*inputs, **kwargs)
@@ -220,7 +252,7 @@ class DataParallel(DistributedDataParallel):
                     f"{self._model_name} was made with static_graph=True, but these parameters "
                     f"were used in some steps only: {names}; gradients are right nevertheless",
                     UserWarning,
-                    stacklevel=3,
+                    stacklevel=_USER_STACKLEVEL,
                 )
         elif not self.find_unused_parameters and self._reducer.last_round_had_unused:
             self._warned_unused = True
@@ -230,7 +262,7 @@ class DataParallel(DistributedDataParallel):
                 "gradients are right nevertheless. If this is meant, say so with "
                 "find_unused_parameters=True",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=_USER_STACKLEVEL,
             )
 
     def _named(self, indices: list[int]) -> str:
@@ -238,6 +270,8 @@ class DataParallel(DistributedDataParallel):
 
     def report(self) -> Report:
         """What the reducer has done so far: buckets, bytes born in place or packed, waiting."""
+        if self._reducer is None:
+            self._build(init_sync=False)
         return Report.of(self._model_name, self._engine.transport, self._reducer)
 
     # -- copies ---------------------------------------------------------------------------------
@@ -246,19 +280,49 @@ class DataParallel(DistributedDataParallel):
         if self.process_group != _default_group():
             raise RuntimeError("DataParallel can be copied or pickled with the default group only")
         state = dict(self.__dict__)
-        for live in ("process_group", "_engine", "_reducer", "_parameters_of_module"):
-            del state[live]
+        for live in ("process_group", "_engine", "_parameters_of_module"):
+            state.pop(live, None)
+        state["_reducer"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(self, state)
-        self.process_group = _default_group()
-        self._build(init_sync=False)
+        self.process_group = _default_group()  # the rest at the first forward, which is collective
+
+    # -- torch's methods that are not there yet -------------------------------------------------
+
+    def _not_yet(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Not supported by pydist.DataParallel yet: raises NotImplementedError."""
+        raise NotImplementedError(
+            "pydist.DataParallel does not support communication hooks, join(), fused optimizers "
+            "and DDP's logging data yet; use torch's DistributedDataParallel for these"
+        )
+
+    join = join_hook = register_comm_hook = _not_yet
+    _register_comm_hook = _register_builtin_comm_hook = _register_buffer_comm_hook = _not_yet
+    _register_fused_optim = _get_ddp_logging_data = _set_static_graph = _not_yet
+    _set_ddp_runtime_logging_sample_rate = _update_process_group = _not_yet
+
+    def will_sync_module_buffers(self) -> bool:
+        """True if the next forward gives all ranks the first rank's buffers."""
+        wanted = self.require_forward_param_sync and self.forward_sync_buffers
+        return bool(wanted) and any(kind == "buffer" for kind, _, _ in self._state())
 
     def __del__(self) -> None:
         reducer = self.__dict__.get("_reducer")
         if reducer is not None:
             reducer.detach_hooks()
+
+
+def _group_of(process_group: Any) -> dist.ProcessGroup:
+    if process_group is None:
+        return _default_group()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise UsageError(
+            f"process_group must be a torch process group that this rank belongs to, "
+            f"got {process_group!r}"
+        )
+    return process_group
 
 
 def _default_group() -> dist.ProcessGroup:
@@ -301,3 +365,10 @@ def _check_parameter(name: str, parameter: torch.Tensor) -> None:
         )
     if parameter.layout != torch.strided:
         raise UsageError(f"parameter {name} is sparse; parameters must be dense")
+    if any(
+        n > 1 and step == 0 for n, step in zip(parameter.shape, parameter.stride(), strict=True)
+    ):
+        raise UsageError(
+            f"parameter {name} is expanded: several of its elements share memory; "
+            "clone() it before wrapping the module"
+        )

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "base/fork.h"
 #include "bucket/autograd_boundary.h"
 #include "transport/arena.h"
 
@@ -79,6 +80,9 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
     parameter.variable = parameters[i];
     parameter.name = names[i];
     parameter.nbytes = parameters[i].nbytes();
+    parameter.dtype = parameters[i].scalar_type();
+    parameter.sizes = parameters[i].sizes().vec();
+    parameter.strides = parameters[i].strides().vec();
     parameter.dense = parameters[i].is_non_overlapping_and_dense();
   }
   for (size_t u = 0; u < units_.size(); ++u) {
@@ -148,7 +152,7 @@ bool Reducer::task_accumulates() const {
 void Reducer::on_output(bool synchronize) {
   if (open_ || !task_accumulates()) return;
   if (synchronize && round_->size() > 1) {
-    open_round();
+    open_round(true);
     return;
   }
   if (armed_task_ == torch::autograd::get_current_graph_task_id()) return;
@@ -158,12 +162,17 @@ void Reducer::on_output(bool synchronize) {
       [self = shared_from_this()] { self->expected_.disarm(); });
 }
 
-void Reducer::open_round() {
+// Without a hook on an output (it was hidden from us) the first parameter opens the round, maybe in
+// a graph task within another (reentrant checkpointing): the round ends with that task, and what
+// comes later in the same backward needs further rounds, so we go on expecting until the next
+// forward.
+void Reducer::open_round(bool by_output) {
   auto guard = std::make_shared<RoundGuard>(shared_from_this());
   torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->close(); });
   round_->begin();
   open_ = true;
-  expecting_ = false;
+  by_output_ = by_output;
+  if (by_output) expecting_ = false;
   for (Parameter& parameter : parameters_) parameter.ready = false;
   for (size_t u = 0; u < units_.size(); ++u) {
     states_[u].published = false;
@@ -175,8 +184,9 @@ void Reducer::open_round() {
   arm();
 }
 
-void Reducer::before_accumulation(int index) {
+void Reducer::before_accumulation(int index, const std::vector<at::Tensor>& incoming) {
   Parameter& parameter = parameters_[index];
+  if (incoming.empty() || !incoming[0].defined()) return;  // a function gave None: nothing comes
   if (!open_ || parameter.unit < 0 || !states_[parameter.unit].published) return;
   // Peers may be reading and writing this gradient's memory: let autograd fill another.
   if (parameter.aside.defined()) return;
@@ -186,9 +196,10 @@ void Reducer::before_accumulation(int index) {
 
 void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incoming) {
   Parameter& parameter = parameters_[index];
+  if (incoming.empty() || !incoming[0].defined()) return;
   record_.used.set(index);
   expected_.arrived(parameter.nbytes);
-  if (!open_ && expecting_ && round_->size() > 1) open_round();
+  if (!open_ && expecting_ && round_->size() > 1) open_round(false);
   if (!open_ || parameter.unit < 0) return;
   const at::Tensor& gradient = parameter.variable.grad();
   PYDIST_CHECK(gradient.defined(), UsageError, "the gradient of parameter ", parameter.name,
@@ -213,7 +224,7 @@ void Reducer::publish_ready(int index, const std::vector<at::Tensor>& incoming) 
   const Parameter& parameter = parameters_[index];
   const int unit = parameter.unit;
   if (!units_[unit].alone) {
-    publish_packed(unit, options_.bucket_view ? "bucket view" : "small");
+    publish_packed(unit, bucket_reason());
     return;
   }
   const at::Tensor& gradient = parameter.variable.grad();
@@ -223,6 +234,7 @@ void Reducer::publish_ready(int index, const std::vector<at::Tensor>& incoming) 
   }
   UnitState& state = states_[unit];
   state.in_place = gradient.data_ptr();
+  state.version = gradient._version();
   Arena::instance().pin(state.in_place);
   state.published = true;
   counters_.born_nbytes += parameter.nbytes;
@@ -240,10 +252,12 @@ void Reducer::publish_missing(const Bitmap* wanted) {
   for (size_t u = 0; u < units_.size(); ++u) {
     if (states_[u].published) continue;
     bool any = wanted == nullptr;
+    bool ready = false;
     for (const Member& member : units_[u].members) {
       any = any || wanted->test(member.parameter);
+      ready = ready || parameters_[member.parameter].ready;
     }
-    if (any) publish_packed(static_cast<int>(u), "not used here");
+    if (any) publish_packed(static_cast<int>(u), ready ? bucket_reason() : "not used here");
   }
 }
 
@@ -264,7 +278,7 @@ void Reducer::close_round() {
   deliver(used_by_any_);
   if (again.any()) second_round(again);
   if (counters_.num_rounds++ == 0) used_first_ = used_by_any_;
-  last_had_unused_ = !unused_in_last_round().empty();
+  last_had_unused_ = by_output_ && !unused_in_last_round().empty();
   record_.used.clear();
   record_.again.clear();
   open_ = false;
@@ -295,6 +309,7 @@ void Reducer::second_round(const Bitmap& again) {
 void Reducer::abandon_round(const std::string& reason) noexcept {
   expected_.disarm();
   open_ = false;
+  if (in_forked_child()) return;
   round_->fail(concat(round_->describe(round_->rank()), " ", reason, " of ", options_.name));
   release_pins(round_->drain());
   for (Parameter& parameter : parameters_) {

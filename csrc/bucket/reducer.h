@@ -61,9 +61,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
           std::vector<Unit> units, std::unique_ptr<Round> round, ReducerOptions options);
   ~Reducer();
 
-  // To be called after every forward with the outputs' tensors: a backward that starts from one of
-  // them is a round if `synchronize`, else it only accumulates. Raises PeerError where the group
-  // has failed.
+  // To be called before every forward whose backward is wanted. Hooks what is new; raises
+  // UsageError where a parameter is no longer what was wrapped, and PeerError where the group has
+  // failed.
+  void prepare(bool synchronize);
+  // To be called after it with the outputs' tensors: a backward that starts from one of them is a
+  // round if `synchronize`, else it only accumulates.
   void watch(const std::vector<at::Tensor>& outputs, bool synchronize);
   // Removes every hook; the module may live on.
   void detach_hooks();
@@ -84,7 +87,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // before it goes on to Python.
   void guard(const std::function<void()>& action);
   void on_output(bool synchronize);
-  void before_accumulation(int index);
+  void before_accumulation(int index, const std::vector<at::Tensor>& incoming);
   void after_accumulation(int index, const std::vector<at::Tensor>& incoming);
 
  private:
@@ -97,8 +100,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     int unit = -1;
     int64_t begin = 0;  // first element within the unit
     size_t nbytes = 0;
-    bool dense = true;        // strides cover the storage without gaps or overlap
-    Accumulator accumulator;  // null until it requires grad
+    at::ScalarType dtype = at::kFloat;
+    std::vector<int64_t> sizes, strides;  // as planned; must stay
+    bool dense = true;                    // strides cover the storage without gaps or overlap
+    Accumulator accumulator;              // null until it requires grad
     torch::autograd::FunctionPreHook* pre_hook = nullptr;
     uintptr_t post_hook = 0;
     // Of this round:
@@ -109,18 +114,22 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   struct UnitState {
     int missing = 0;  // trainable members that are not ready
     bool published = false;
+    uint32_t version = 0;      // of the gradient, when it was published in place
     void* in_place = nullptr;  // the gradient's own memory, pinned
     at::Tensor bucket;         // bucket_view: what `.grad` are views of
   };
 
+  void check_unchanged(const Parameter& parameter) const;
   void hook_parameters();
+  void unhook(Parameter& parameter);
   // Of the round.
   void arm();
   bool task_accumulates() const;
-  void open_round();
+  void open_round(bool by_output);
   void close_round();
   void abandon_round(const std::string& reason) noexcept;
   void publish_ready(int index, const std::vector<at::Tensor>& incoming);
+  const char* bucket_reason() const { return options_.bucket_view ? "bucket view" : "small"; }
   void publish_packed(int unit, const char* reason);
   // Publishes what this rank still owes: units with a wanted member; all units where `wanted` is
   // null.
@@ -156,6 +165,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool last_had_unused_ = false;
   bool open_ = false;       // a round is going on
   int armed_task_ = -1;     // graph task of a backward that only accumulates
+  bool by_output_ = false;  // the round was opened by an output's hook
   bool expecting_ = false;  // the last synchronising forward has not led to a round yet
 };
 

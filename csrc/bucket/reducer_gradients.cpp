@@ -194,6 +194,10 @@ void Reducer::deliver_in_place(Parameter& parameter, UnitState& state) {
                UsageError, "the gradient of parameter ", parameter.name,
                " was replaced, moved or resized during backward, while ranks were averaging it; "
                "do that after backward()");
+  PYDIST_CHECK(gradient._version() == state.version, UsageError, "the gradient of parameter ",
+               parameter.name,
+               " was modified during backward (by a hook?), while ranks were "
+               "averaging it; do that after backward()");
   gradient.unsafeGetTensorImpl()->bump_version();
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "base/check.h"
 #include "bucket/reducer.h"
 
 namespace pydist {
@@ -36,7 +37,7 @@ class BeforeAccumulation final : public FunctionPreHook {
   BeforeAccumulation(std::weak_ptr<Reducer> reducer, int index)
       : reducer_(std::move(reducer)), index_(index) {}
   variable_list operator()(const variable_list& gradients) override {
-    if (const auto reducer = reducer_.lock()) reducer->before_accumulation(index_);
+    if (const auto reducer = reducer_.lock()) reducer->before_accumulation(index_, gradients);
     return gradients;
   }
 
@@ -63,12 +64,32 @@ class AfterAccumulation final : public FunctionPostHook {
 
 }  // namespace
 
+// Units were laid out for what parameters were when they were wrapped.
+void Reducer::check_unchanged(const Parameter& parameter) const {
+  const at::Tensor& now = parameter.variable;
+  PYDIST_CHECK(now.scalar_type() == parameter.dtype, UsageError, "parameter ", parameter.name,
+               " was ", toString(parameter.dtype), " when it was wrapped in ", options_.name,
+               ", and is ", toString(now.scalar_type()),
+               " now; convert the module before wrapping it, or wrap it again");
+  PYDIST_CHECK(now.sizes() == parameter.sizes && now.strides() == parameter.strides, UsageError,
+               "parameter ", parameter.name, " had shape ", at::IntArrayRef(parameter.sizes),
+               " and strides ", at::IntArrayRef(parameter.strides), " when it was wrapped in ",
+               options_.name, ", and has shape ", now.sizes(), " and strides ", now.strides(),
+               " now; wrap the module again");
+}
+
+// Hooks what is new: parameters that have thawed, or whose node torch has replaced since their data
+// was set.
 void Reducer::hook_parameters() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     Parameter& parameter = parameters_[i];
-    if (parameter.accumulator != nullptr || !parameter.variable.requires_grad()) continue;
+    check_unchanged(parameter);
+    if (!parameter.variable.requires_grad()) continue;
+    Accumulator accumulator = torch::autograd::impl::grad_accumulator(parameter.variable);
+    if (accumulator == parameter.accumulator) continue;
+    unhook(parameter);
     const int index = static_cast<int>(i);
-    parameter.accumulator = torch::autograd::impl::grad_accumulator(parameter.variable);
+    parameter.accumulator = std::move(accumulator);
     auto pre_hook = std::make_unique<BeforeAccumulation>(weak_from_this(), index);
     parameter.pre_hook = pre_hook.get();
     parameter.accumulator->add_pre_hook(std::move(pre_hook));
@@ -77,30 +98,39 @@ void Reducer::hook_parameters() {
   }
 }
 
+void Reducer::unhook(Parameter& parameter) {
+  if (parameter.accumulator == nullptr) return;
+  auto& pre_hooks = parameter.accumulator->pre_hooks();
+  pre_hooks.erase(
+      std::remove_if(pre_hooks.begin(), pre_hooks.end(),
+                     [&](const auto& hook) { return hook.get() == parameter.pre_hook; }),
+      pre_hooks.end());
+  parameter.accumulator->del_post_hook(parameter.post_hook);
+  parameter.accumulator = Accumulator();
+}
+
 void Reducer::detach_hooks() {
-  for (Parameter& parameter : parameters_) {
-    if (parameter.accumulator == nullptr) continue;
-    auto& pre_hooks = parameter.accumulator->pre_hooks();
-    pre_hooks.erase(
-        std::remove_if(pre_hooks.begin(), pre_hooks.end(),
-                       [&](const auto& hook) { return hook.get() == parameter.pre_hook; }),
-        pre_hooks.end());
-    parameter.accumulator->del_post_hook(parameter.post_hook);
-    parameter.accumulator = Accumulator();
-  }
+  for (Parameter& parameter : parameters_) unhook(parameter);
+}
+
+void Reducer::prepare(bool synchronize) {
+  if (synchronize) round_->check();
+  hook_parameters();
 }
 
 void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronize) {
-  if (synchronize) round_->check();
-  hook_parameters();
   expecting_ = synchronize;
   std::unordered_set<torch::autograd::Node*> watched;
-  for (const at::Tensor& output : outputs) {
-    if (!output.requires_grad()) continue;
-    const auto& node = output.grad_fn();
+  const auto watch_node = [&](const auto& node) {
     if (node != nullptr && watched.insert(node.get()).second) {
       node->add_pre_hook(std::make_unique<OutputHook>(weak_from_this(), synchronize));
     }
+  };
+  for (const at::Tensor& output : outputs) {
+    if (!output.requires_grad()) continue;
+    watch_node(output.grad_fn());
+    // Writing to a view in place takes its node out of the graph, but not its base's.
+    if (output.is_view()) watch_node(output._base().grad_fn());
   }
 }
 

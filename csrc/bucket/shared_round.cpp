@@ -218,9 +218,12 @@ const std::vector<RoundRecord>& SharedRound::end(const RoundRecord& mine) {
   const double start_s = monotonic_s();
   board_->wait(
       [this] {
-        work_on_open_units(open_.size());
+        // First this: where all have ended, all go on to compare their records, even if one has
+        // failed since.
         for (int r = 0; r < size(); ++r) {
-          if (ended_[r].value.load(std::memory_order_acquire) < round_) return r;
+          if (ended_[r].value.load(std::memory_order_acquire) >= round_) continue;
+          work_on_open_units(open_.size());
+          return r;
         }
         return Board::kNobody;
       },
@@ -260,6 +263,7 @@ std::string SharedRound::operation(const char* doing, int unit) const {
 }
 
 bool SharedRound::drain() noexcept {
+  if (in_forked_child()) return false;  // the flags are not mapped here
   busy_[rank()].value.store(0, std::memory_order_seq_cst);
   const double deadline_s = monotonic_s() + kDrain_s;
   for (int r = 0; r < size(); ++r) {

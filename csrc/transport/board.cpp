@@ -167,8 +167,8 @@ int Board::dead_rank(int missing, bool thoroughly) const {
 }
 
 void Board::raise_dead(int r, const std::function<std::string()>& operation) {
-  fail(concat(describe(r), " died or left during ", operation(), ", as ", describe(rank()),
-              " noticed"));
+  fail(concat(describe(r), " died or left while ", describe(rank()), " waited in ", operation(),
+              " (what did rank ", r, " print last?)"));
   raise_failed(operation);
 }
 
@@ -213,8 +213,8 @@ void Board::raise_failed(const std::function<std::string()>& operation) {
   const bool has_reason = header_->reason_ready.load(std::memory_order_acquire) != 0;
   throw PeerError(
       concat(has_reason ? std::string(header_->reason) : describe(failed_rank()) + " failed", "; ",
-             describe(rank()), " raises in ", operation(), ", and ", name(),
-             " cannot be used any more: make a new group or restart the job"));
+             name(), " cannot be used any more (rank ", rank(), " was in ", operation(),
+             "): make a new group, or restart the job"));
 }
 
 void Board::raise_timeout(int missing, const std::function<std::string()>& operation) {

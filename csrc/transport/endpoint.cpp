@@ -133,7 +133,10 @@ Endpoint::Endpoint() : control_(Arena::instance().control()) {
   // A child must not keep the socket alive after this process: peers would connect and wait in
   // vain.
   listener_fd.store(listener_.get());
-  ::pthread_atfork(nullptr, nullptr, [] { ::close(listener_fd.load()); });
+  ::pthread_atfork(nullptr, nullptr, [] {
+    const int fd = listener_fd.exchange(-1);  // once: a grandchild may have another file there
+    if (fd >= 0) ::close(fd);
+  });
 
   sigset_t all;
   sigset_t previous;
