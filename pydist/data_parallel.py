@@ -303,6 +303,11 @@ class DataParallel(DistributedDataParallel):
     _register_fused_optim = _get_ddp_logging_data = _set_static_graph = _not_yet
     _set_ddp_runtime_logging_sample_rate = _update_process_group = _not_yet
 
+    def _remove_autograd_hooks(self) -> None:
+        """Leaves gradients local from now on, until the next forward hooks the parameters again."""
+        if self._reducer is not None:
+            self._reducer.detach_hooks()
+
     def will_sync_module_buffers(self) -> bool:
         """True if the next forward gives all ranks the first rank's buffers."""
         wanted = self.require_forward_param_sync and self.forward_sync_buffers

@@ -289,6 +289,34 @@ def test_a_gradient_changed_while_it_is_averaged(transport: Transport, width: in
     assert all("modified during backward" in text for text in found) or len(set(found)) == 1
 
 
+class Choice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        y = self.always(x)
+        return self.sometimes(y) if both else y  # type: ignore[no-any-return]
+
+
+def use_only_once(rank: int, world_size: int) -> None:
+    module = Choice()
+    model = DataParallel(module, gradient_as_bucket_view=True, find_unused_parameters=True)
+    wavy_loss(model(draw(rank, 0, 4, 16), True)).backward()
+    gradient = module.sometimes.weight.grad
+    assert gradient is not None
+    before = gradient.clone()
+    wavy_loss(model(draw(rank, 1, 4, 16), False)).backward()
+    assert module.sometimes.weight.grad is gradient
+    assert torch.equal(gradient, before)
+
+
+def test_an_unused_gradient_in_a_shared_bucket_keeps_its_bits(transport: Transport) -> None:
+    """Its bucket is reduced for its neighbours' sake; the mean of three equal numbers is not always
+    that number."""
+    transport.pool(3).run(use_only_once)
+
+
 # -- forked children ------------------------------------------------------------------------------
 
 

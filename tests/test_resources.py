@@ -3,8 +3,10 @@
 import ctypes
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 import pydist
@@ -80,6 +82,48 @@ def test_a_full_arena_says_what_to_do() -> None:
     for outcome in fresh_ranks(2, train_under_file_limit):
         assert outcome.error in ("pydist.ResourceError", "pydist.PeerError"), outcome
         assert "keep fewer gradients alive" in outcome.message
+
+
+MEMORY_CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
+LIMIT_FILES = ("memory.limit_in_bytes", "memory.max")
+
+
+@pytest.fixture
+def limited_cgroup() -> Iterator[Path]:
+    """A memory cgroup of 600 MiB, which ranks may enter."""
+    for root, limit in zip(MEMORY_CGROUPS, LIMIT_FILES, strict=True):
+        group = root / f"pydist-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / limit).write_text(str(600 * MIB))
+        except OSError:
+            group.rmdir()
+            continue
+        yield group
+        group.rmdir()
+        return
+    pytest.skip("needs a memory cgroup that can be made")
+
+
+def exceed_memory(rank: int, world_size: int, group: Path) -> str:
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    kept = []
+    try:
+        for _ in range(64):
+            kept.append(pydist.symmetric_empty(8 * MIB, dtype=torch.float32).fill_(1.0))
+    except pydist.ResourceError as error:
+        return str(error)
+    return f"no error after {len(kept)} tensors of 32 MiB"
+
+
+def test_a_memory_limit_is_an_error_with_the_remedy(limited_cgroup: Path) -> None:
+    """In a container with little memory the kernel killed a rank that asked for more."""
+    for outcome in fresh_ranks(1, exceed_memory, limited_cgroup):
+        assert outcome.value is not None, outcome
+        assert "memory limit" in outcome.value
 
 
 def limit_address_space(rank: int, world_size: int) -> str:

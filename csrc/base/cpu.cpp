@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
-#include <string>
+
+#include "base/limits.h"
 
 namespace pydist {
 
@@ -21,20 +21,6 @@ Isa detect_isa() {
 #endif
   return Isa::kBaseline;
 }
-
-namespace {
-
-// Cores that a cgroup's CPU bandwidth limit is worth; a large number where there is none.
-double cgroup_cpus() {
-  constexpr double kUnlimited = 1e9;
-  std::ifstream file("/sys/fs/cgroup/cpu.max");
-  std::string quota;
-  double period = 0;
-  if (!(file >> quota >> period) || quota == "max" || period <= 0) return kUnlimited;
-  return std::stod(quota) / period;
-}
-
-}  // namespace
 
 int usable_cpus() {
   cpu_set_t set;

@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "base/fork.h"
+#include "base/limits.h"
 
 namespace pydist {
 
@@ -50,7 +51,13 @@ size_t choose_capacity() {
   return capacity;
 }
 
+// Refuses what the system or the container has not got: under a memory cgroup the kernel would
+// rather kill a process.
 int allocate_pages(int fd, size_t begin, size_t end) {
+  if (end - begin > available_memory()) {
+    errno = ENOMEM;
+    return -1;
+  }
   int result = 0;
   do {
     result = ::fallocate(fd, 0, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
