@@ -189,7 +189,6 @@ inline __attribute__((always_inline)) void reduce_step(const Addresses<kCount>& 
   typename Element::Vector sums[kUnroll];
 #pragma GCC unroll 8
   for (int u = 0; u < kUnroll; ++u) sums[u] = Element::load(addresses.from(0) + at + u * kStride);
-#pragma GCC unroll 8
   for (int k = 1; k < addresses.num_inputs(); ++k) {
     const uint8_t* from = addresses.from(k) + at;
 #pragma GCC unroll 8
@@ -199,7 +198,6 @@ inline __attribute__((always_inline)) void reduce_step(const Addresses<kCount>& 
   }
 #pragma GCC unroll 8
   for (int u = 0; u < kUnroll; ++u) sums[u] = scaled<Element, Op>(sums[u], scale);
-#pragma GCC unroll 8
   for (int k = 0; k < addresses.num_outputs(); ++k) {
     uint8_t* to = addresses.to(k) + at;
 #pragma GCC unroll 8
