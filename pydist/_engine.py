@@ -222,6 +222,15 @@ class _Engines:
 _engines = _Engines()
 
 
+def check_group(group: object) -> None:
+    """Raises UsageError unless this is None or a group that this process belongs to."""
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("this process is not a member of the group")
+    raise UsageError(f"group must be a process group or None, not {group!r}")
+
+
 def group_engine(group: dist.ProcessGroup | None = None) -> Engine:
     """The engine of a torch group, the default one where None. Its first use is collective."""
     if group is None:

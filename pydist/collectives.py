@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pydist import _C
-from pydist._engine import Engine, Request, group_engine
+from pydist._engine import Engine, Request, check_group, group_engine
 from pydist.errors import UsageError
 
 __all__ = [
@@ -122,16 +122,8 @@ def _not_a_member(group: object, name: str) -> bool:
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         dist.distributed_c10d._warn_not_in_group(name)
         return True
-    _check_group(group)
+    check_group(group)
     return False
-
-
-def _check_group(group: object) -> None:
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise UsageError("this process is not a member of the group")
-    raise UsageError(f"group must be a process group or None, not {group!r}")
 
 
 def _op_index(engine: Engine, op: Any) -> int:
@@ -381,7 +373,7 @@ def symmetric_empty(*size: Any, dtype: torch.dtype | None = None, group: Group =
 
     Ordinary memory where the group's ranks do not share a host. Its first use is collective.
     """
-    _check_group(group)
+    check_group(group)
     shape = _shape(size)
     dtype = dtype if dtype is not None else torch.get_default_dtype()
     if group_engine(group).transport == "shared_memory":

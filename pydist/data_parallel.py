@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from pydist import _C
-from pydist._engine import group_engine
+from pydist._engine import check_group, group_engine
 from pydist._outputs import tensors_of
 from pydist._verification import describe_tensors, verify_models, verify_settings
 from pydist.errors import UsageError
@@ -125,7 +125,8 @@ class DataParallel(DistributedDataParallel):
         )
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.process_group = _group_of(process_group)
+        check_group(process_group)
+        self.process_group = process_group if process_group is not None else _default_group()
         self._bucket_cap_mb = bucket_cap_mb
         self._warned_unused = False
         self._build(init_sync)
@@ -136,15 +137,15 @@ class DataParallel(DistributedDataParallel):
         """Collective: a rank that cannot wrap its module lets the others know before it raises."""
         self._engine = group_engine(self.process_group)
         with self._engine.all_or_none(f"wrapping {self._model_name}"):
-            self._names, self._parameters_of_module = self._trainable_candidates()
+            self._names, parameters = self._trainable_candidates()
             settings = self._reducer_settings()
         if init_sync:
             verify_models(self._engine, self._model_name, describe_tensors(self._state()))
-        verify_settings(self._engine, self._model_name, self._agreed_settings())
+        verify_settings(self._engine, self._model_name, self._agreed_settings(parameters))
         if init_sync:
             self._engine.broadcast_tensors([tensor.detach() for _, _, tensor in self._state()])
         self._reducer = _C.Reducer(
-            parameters=self._parameters_of_module,
+            parameters=parameters,
             names=self._names,
             store=self._engine.store_prefix("reducer"),
             group=None if self._engine.transport == "shared_memory" else self.process_group,
@@ -155,14 +156,14 @@ class DataParallel(DistributedDataParallel):
             settings=settings,
         )
 
-    def _agreed_settings(self) -> dict[str, Any]:
+    def _agreed_settings(self, parameters: list[torch.Tensor]) -> dict[str, Any]:
         """What units depend on, so that no rank reduces others than its peers."""
         return {
             "bucket_cap_mb": self._bucket_cap_mb,
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "number of parameters": len(self._names),
-            "elements of each parameter": [p.numel() for p in self._parameters_of_module],
-            "dtype of each parameter": [str(p.dtype) for p in self._parameters_of_module],
+            "number of parameters": len(parameters),
+            "elements of each parameter": [p.numel() for p in parameters],
+            "dtype of each parameter": [str(p.dtype) for p in parameters],
         }
 
     @property
@@ -189,9 +190,7 @@ class DataParallel(DistributedDataParallel):
         """Every parameter that could have a gradient: frozen ones too, for they may thaw."""
         names: list[str] = []
         parameters: list[torch.Tensor] = []
-        for name, parameter in self.module.named_parameters():
-            if name in self.parameters_to_ignore:
-                continue
+        for name, parameter in self._not_ignored(self.module.named_parameters()):
             _check_parameter(name, parameter)
             if parameter.is_floating_point() or parameter.is_complex():
                 names.append(name)
@@ -205,12 +204,18 @@ class DataParallel(DistributedDataParallel):
 
     def _state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Kind, name and tensor of all that ranks must agree on."""
-        for name, parameter in self.module.named_parameters():
-            if name not in self.parameters_to_ignore:
-                yield "parameter", name, parameter
-        for name, buffer in self.module.named_buffers():
-            if name not in self.parameters_to_ignore:
-                yield "buffer", name, buffer
+        for name, parameter in self._not_ignored(self.module.named_parameters()):
+            yield "parameter", name, parameter
+        for name, buffer in self._not_ignored(self.module.named_buffers()):
+            yield "buffer", name, buffer
+
+    def _not_ignored(
+        self, named: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in named if name not in self.parameters_to_ignore)
+
+    def _buffers_of_module(self) -> list[torch.Tensor]:
+        return [buffer for _, buffer in self._not_ignored(self.module.named_buffers())]
 
     # -- training -------------------------------------------------------------------------------
 
@@ -222,7 +227,9 @@ class DataParallel(DistributedDataParallel):
         if torch.is_grad_enabled():
             self._reducer.prepare(self.require_backward_grad_sync)
         if self.require_forward_param_sync and self.forward_sync_buffers:
-            self._broadcast_buffers()
+            buffers = self._buffers_of_module()
+            if buffers:
+                self._engine.broadcast_tensors(buffers)
         output = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             synchronize = self.require_backward_grad_sync
@@ -231,15 +238,6 @@ class DataParallel(DistributedDataParallel):
         else:
             self.require_forward_param_sync = False
         return output
-
-    def _broadcast_buffers(self) -> None:
-        buffers = [
-            buffer
-            for name, buffer in self.module.named_buffers()
-            if name not in self.parameters_to_ignore
-        ]
-        if buffers:
-            self._engine.broadcast_tensors(buffers)
 
     def _warn_of_last_round(self) -> None:
         if self._warned_unused:
@@ -280,7 +278,7 @@ class DataParallel(DistributedDataParallel):
         if self.process_group != _default_group():
             raise RuntimeError("DataParallel can be copied or pickled with the default group only")
         state = dict(self.__dict__)
-        for live in ("process_group", "_engine", "_parameters_of_module"):
+        for live in ("process_group", "_engine"):
             state.pop(live, None)
         state["_reducer"] = None
         return state
@@ -311,23 +309,12 @@ class DataParallel(DistributedDataParallel):
     def will_sync_module_buffers(self) -> bool:
         """True if the next forward gives all ranks the first rank's buffers."""
         wanted = self.require_forward_param_sync and self.forward_sync_buffers
-        return bool(wanted) and any(kind == "buffer" for kind, _, _ in self._state())
+        return bool(wanted and self._buffers_of_module())
 
     def __del__(self) -> None:
         reducer = self.__dict__.get("_reducer")
         if reducer is not None:
             reducer.detach_hooks()
-
-
-def _group_of(process_group: Any) -> dist.ProcessGroup:
-    if process_group is None:
-        return _default_group()
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise UsageError(
-            f"process_group must be a torch process group that this rank belongs to, "
-            f"got {process_group!r}"
-        )
-    return process_group
 
 
 def _default_group() -> dist.ProcessGroup:

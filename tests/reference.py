@@ -189,6 +189,19 @@ def assert_reduced(model: nn.Module, expected: OneProcess) -> None:
     assert_same_on_all_ranks(gradients(model))
 
 
+def assert_step_reduced(
+    model: nn.Module, expected: OneProcess, loss: LocalLoss, rank: int, step: int
+) -> None:
+    """One step of both from no gradients: loss(module, rank, step) and its backward."""
+    model.zero_grad()
+    expected.zero_grad()
+    local = loss(model, rank, step)
+    assert local is not None
+    local.backward()
+    expected.backward(loss, step)
+    assert_reduced(model, expected)
+
+
 def expect_error(
     kind: type[Exception] | tuple[type[Exception], ...], call: Callable[[], Any]
 ) -> Exception:

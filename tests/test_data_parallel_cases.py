@@ -22,6 +22,7 @@ from reference import (
     assert_parameters_match,
     assert_reduced,
     assert_same_on_all_ranks,
+    assert_step_reduced,
     draw,
     expect_error,
     gradients,
@@ -127,11 +128,7 @@ def use_one_head(rank: int, world_size: int) -> None:
         return wavy_loss(module(draw(rank, step, 4, 10))[0])
 
     for step in range(6):
-        model.zero_grad()
-        expected.zero_grad()
-        loss(model, rank, step).backward()
-        expected.backward(loss, step)
-        assert_reduced(model, expected)
+        assert_step_reduced(model, expected, loss, rank, step)
 
 
 def test_c07_static_graph_with_an_unused_output(transport: Transport) -> None:
@@ -200,11 +197,7 @@ def return_structures(rank: int, world_size: int) -> None:
             return wavy_loss(find_tensor(module(draw(rank, step, 4, 10))))
 
         for step in range(3):
-            model.zero_grad()
-            expected.zero_grad()
-            loss(model, rank, step).backward()
-            expected.backward(loss, step)
-            assert_reduced(model, expected)
+            assert_step_reduced(model, expected, loss, rank, step)
 
 
 def test_c09_outputs_of_any_type(transport: Transport) -> None:

@@ -16,7 +16,14 @@ from conftest import Transport
 from models import WIDTHS, mlp, wavy_loss
 from pydist import DataParallel
 from ranks import fresh_ranks
-from reference import OneProcess, assert_reduced, difference, draw, expect_error
+from reference import (
+    OneProcess,
+    assert_reduced,
+    assert_step_reduced,
+    difference,
+    draw,
+    expect_error,
+)
 
 
 def loss_of(module: nn.Module, rank: int, step: int) -> Tensor:
@@ -63,11 +70,7 @@ def set_data(rank: int, world_size: int, width: int) -> None:
         if step == 2:  # of the same layout, as weight averaging and checkpoints do
             for parameter in module.parameters():
                 parameter.data = parameter.data.clone()
-        model.zero_grad()
-        expected.zero_grad()
-        loss_of(model, rank, step).backward()
-        expected.backward(loss_of, step)
-        assert_reduced(model, expected)
+        assert_step_reduced(model, expected, loss_of, rank, step)
 
 
 @pytest.mark.parametrize("width", list(WIDTHS.values()))
@@ -205,11 +208,7 @@ def train_hidden(rank: int, world_size: int, case: str, width: int) -> None:
     expected = OneProcess(module, world_size)
     model = DataParallel(module, find_unused_parameters=True)
     for step in range(3):
-        model.zero_grad()
-        expected.zero_grad()
-        loss(model, rank, step).backward()
-        expected.backward(loss, step)
-        assert_reduced(model, expected)
+        assert_step_reduced(model, expected, loss, rank, step)
 
 
 @pytest.mark.parametrize("width", list(WIDTHS.values()))

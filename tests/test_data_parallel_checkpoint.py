@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from conftest import Transport
 from models import WIDTHS, wavy_loss
 from pydist import DataParallel
-from reference import OneProcess, assert_reduced, draw
+from reference import OneProcess, assert_reduced, assert_step_reduced, draw
 
 Run = Callable[[nn.Module, Tensor], Tensor]
 
@@ -191,11 +191,7 @@ def run_deep(rank: int, world_size: int) -> None:
         return wavy_loss(module(draw(rank, step, 4, 8).requires_grad_()))
 
     for step in range(2):
-        model.zero_grad()
-        expected.zero_grad()
-        loss(model, rank, step).backward()
-        expected.backward(loss, step)
-        assert_reduced(model, expected)
+        assert_step_reduced(model, expected, loss, rank, step)
 
 
 def test_deeply_nested_checkpoints(transport: Transport) -> None:

@@ -15,6 +15,7 @@ from reference import (
     assert_parameters_match,
     assert_reduced,
     assert_same_on_all_ranks,
+    assert_step_reduced,
     digest,
     draw,
     gradients,
@@ -79,11 +80,7 @@ def train_transformer(rank: int, world_size: int) -> None:
         return nn.functional.cross_entropy(module(tokens).flatten(0, 1), tokens.roll(1).flatten())
 
     for step in range(3):
-        model.zero_grad()
-        expected.zero_grad()
-        loss(model, rank, step).backward()
-        expected.backward(loss, step)
-        assert_reduced(model, expected)
+        assert_step_reduced(model, expected, loss, rank, step)
 
 
 def test_a_transformer_equals_one_process(transport: Transport) -> None:

@@ -20,6 +20,7 @@ from reference import (
     assert_gradients_match,
     assert_reduced,
     assert_same_on_all_ranks,
+    assert_step_reduced,
     draw,
     gradients,
 )
@@ -65,11 +66,7 @@ def use_state_dict(rank: int, world_size: int) -> None:
     module.load_state_dict(changed)
     expected = OneProcess(module, world_size)
     for step in range(2):
-        model.zero_grad()
-        expected.zero_grad()
-        loss_of(model, rank, step).backward()
-        expected.backward(loss_of, step)
-        assert_reduced(model, expected)
+        assert_step_reduced(model, expected, loss_of, rank, step)
 
 
 def test_c66_state_dict(transport: Transport) -> None:
@@ -135,11 +132,7 @@ def run_without_gradients(rank: int, world_size: int) -> None:
         model.train()  # type: ignore[no-untyped-call]
         model(draw(rank, step, 4, 8))  # a forward without a backward
         torch.autograd.grad(loss_of(model, rank, 100), list(module.parameters()))
-        model.zero_grad()
-        expected.zero_grad()
-        loss_of(model, rank, step).backward()
-        expected.backward(loss_of, step)
-        assert_reduced(model, expected)
+        assert_step_reduced(model, expected, loss_of, rank, step)
 
 
 def test_forwards_without_backward(transport: Transport) -> None:

@@ -15,6 +15,7 @@ from reference import (
     assert_gradients_match,
     assert_reduced,
     assert_same_on_all_ranks,
+    assert_step_reduced,
     draw,
     gradients,
 )
@@ -244,11 +245,7 @@ def use_only_the_input(rank: int, world_size: int) -> None:
         return module({}, torch.tensor(3.0, requires_grad=True))  # type: ignore[no-any-return]
 
     for step in range(3):
-        model.zero_grad()
-        expected.zero_grad()
-        loss(model, rank, step).backward()
-        expected.backward(loss, step)
-        assert_reduced(model, expected)
+        assert_step_reduced(model, expected, loss, rank, step)
 
 
 def test_a_rank_that_uses_no_parameter_joins(transport: Transport) -> None:

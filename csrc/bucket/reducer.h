@@ -83,8 +83,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Parameters whose use changed between the first round and the last.
   std::vector<int> changed_since_first_round() const;
 
-  // Called by the hooks (reducer_hooks.cpp), each within guard(), which tells peers of an error
-  // before it goes on to Python.
+  // Called by the hooks (reducer_hooks.cpp). guard() runs what may raise: it tells peers of an
+  // error before the error goes on to Python.
   void guard(const std::function<void()>& action);
   void on_output(bool synchronize);
   void before_accumulation(int index, const std::vector<at::Tensor>& incoming);
@@ -166,7 +166,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool open_ = false;       // a round is going on
   int armed_task_ = -1;     // graph task of a backward that only accumulates
   bool by_output_ = false;  // the round was opened by an output's hook
-  bool expecting_ = false;  // the last synchronising forward has not led to a round yet
+  bool expecting_ = false;  // a parameter may open a round: see open_round()
 };
 
 }  // namespace pydist
