@@ -1,37 +1,43 @@
 """Owns DataParallel: the drop-in for torch's DistributedDataParallel on pydist's engine."""
 
-import math
-import os
+import dataclasses
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
+from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from pydist import _C
-from pydist._engine import check_group, group_engine
+from pydist._arguments import (
+    check_environment,
+    check_parameter,
+    default_group,
+    resolve_bucket_caps,
+    resolve_buffer_sync,
+    resolve_devices,
+    resolve_group,
+)
+from pydist._buffers import synchronize_buffers
+from pydist._engine import group_engine
 from pydist._outputs import tensors_of
 from pydist._verification import describe_tensors, verify_models, verify_settings
 from pydist.errors import UsageError
 from pydist.report import Report
 
-_MIB = 1024 * 1024
-# As torch: 25 MiB, and a first bucket of 1 MiB, so that communication starts early.
-_DEFAULT_BUCKET_NBYTES = 25 * _MIB
-_DEFAULT_FIRST_BUCKET_NBYTES = 1 * _MIB
+_T = TypeVar("_T", bound=torch.Tensor)
 
 # Of a warning in forward: through it and Module.__call__ to the line that called the model.
-_USER_STACKLEVEL = 5
+_USER_STACKLEVEL = 6
 
 # Arguments of torch's DDP that are refused for now, with the values that mean "not used".
 _NOT_YET: dict[str, Any] = {
     "delay_all_reduce_named_params": None,
     "param_to_hook_all_reduce": None,
     "mixed_precision": None,
-    "device_mesh": None,
     "skip_all_reduce_unused_params": False,
     "bucket_cap_mb_list": None,
     "batched_grad_copy": False,
@@ -48,12 +54,15 @@ class DataParallel(DistributedDataParallel):
 
     Args:
         module: the module, on the CPU, with the same parameters on every rank.
-        device_ids, output_device: None; the module is on the CPU.
-        dim: kept for compatibility; the dimension that torch scatters inputs along.
+        device_ids, output_device: None for modules on the CPU; the one GPU of the module otherwise,
+            where inputs are moved.
+        dim: the dimension along which scatter() and gather() cut and join tensors.
         broadcast_buffers, forward_sync_buffers: buffers follow the first rank's before each
-            forward that comes after a synchronised one. Default: True.
+            forward that comes after a synchronised one. Default: True. The first name is
+            deprecated. At the start they are the first rank's in any case.
         init_sync: verify the model across ranks, and send the first rank's state, at the start.
-        process_group: the ranks; default: all.
+        process_group, device_mesh: the ranks, as a group or as a 1-D mesh (or one dimension of a
+            larger mesh); default: all.
         bucket_cap_mb: small gradients travel together in buckets of about this many MiB;
             default 25, and 1 for the first.
         find_unused_parameters: parameters that a step does not use are always handled; True says
@@ -101,33 +110,28 @@ class DataParallel(DistributedDataParallel):
                 raise NotImplementedError(
                     f"pydist.DataParallel does not support {name} yet; leave it at {unused}"
                 )
-        if device_ids is not None or output_device is not None:
-            raise NotImplementedError(
-                "pydist.DataParallel trains modules on the CPU for now; "
-                "leave device_ids and output_device at None"
-            )
         if check_reduction:
             warnings.warn(
                 "check_reduction is deprecated and does nothing; leave it away",
                 FutureWarning,
                 stacklevel=2,
             )
+        self.forward_sync_buffers = resolve_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.process_group = resolve_group(process_group, device_mesh, module)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self.module = module
         self.dim = dim
-        self.device_ids = device_ids
-        self.output_device = output_device
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
-        self.forward_sync_buffers = _resolve_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self.parameters_to_ignore: set[str] = set(
             getattr(module, "_ddp_params_and_buffers_to_ignore", [])
         )
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        check_group(process_group)
-        self.process_group = process_group if process_group is not None else _default_group()
-        self._bucket_cap_mb = bucket_cap_mb
+        self._device_arguments = (device_ids, output_device)
+        self._bucket_caps = resolve_bucket_caps(bucket_cap_mb)
         self._warned_unused = False
         self._build(init_sync)
 
@@ -137,8 +141,9 @@ class DataParallel(DistributedDataParallel):
         """Collective: a rank that cannot wrap its module lets the others know before it raises."""
         self._engine = group_engine(self.process_group)
         with self._engine.all_or_none(f"wrapping {self._model_name}"):
+            check_environment()
             self._names, parameters = self._trainable_candidates()
-            settings = self._reducer_settings()
+            self._place()
         if init_sync:
             verify_models(self._engine, self._model_name, describe_tensors(self._state()))
         verify_settings(self._engine, self._model_name, self._agreed_settings(parameters))
@@ -153,45 +158,49 @@ class DataParallel(DistributedDataParallel):
             size=self._engine.size,
             timeout_s=self._engine.timeout_s,
             global_ranks=self._engine.global_ranks,
-            settings=settings,
+            settings=self._reducer_settings(),
         )
+
+    def _place(self) -> None:
+        """Where the module is, in torch's attributes."""
+        where = resolve_devices(*self._device_arguments, self._module_parameters)
+        self.device_ids, self.output_device = where.device_ids, where.output_device
+        self.device, self.device_type = where.device, where.device.type
+        self.is_multi_device_module = where.multi
 
     def _agreed_settings(self, parameters: list[torch.Tensor]) -> dict[str, Any]:
         """What units depend on, so that no rank reduces others than its peers."""
         return {
-            "bucket_cap_mb": self._bucket_cap_mb,
+            "bucket_cap_mb": dataclasses.asdict(self._bucket_caps),
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "number of parameters": len(parameters),
             "elements of each parameter": [p.numel() for p in parameters],
             "dtype of each parameter": [str(p.dtype) for p in parameters],
         }
 
+    def _reducer_settings(self) -> dict[str, Any]:
+        """What the C++ reducer reads (see bindings_reducer.cpp)."""
+        return {
+            "name": self._model_name,
+            "bucket_cap_nbytes": self._bucket_caps.cap_nbytes,
+            "first_cap_nbytes": self._bucket_caps.first_cap_nbytes,
+            "bucket_view": self.gradient_as_bucket_view,
+        }
+
     @property
     def _model_name(self) -> str:
         return f"DataParallel({type(self.module).__name__})"
 
-    def _reducer_settings(self) -> dict[str, Any]:
-        cap = self._bucket_cap_mb
-        if os.environ.get("PYDIST_ALLOCATOR", "") not in ("", "0", "1"):
-            raise UsageError(
-                f"PYDIST_ALLOCATOR is {os.environ['PYDIST_ALLOCATOR']!r}; expected 0, 1 or unset"
-            )
-        if cap is not None and not (isinstance(cap, (int, float)) and math.isfinite(cap)):
-            raise UsageError(f"bucket_cap_mb must be a finite number of MiB, got {cap!r}")
-        cap_nbytes = _DEFAULT_BUCKET_NBYTES if cap is None else max(1, int(cap * _MIB))
-        return {
-            "name": self._model_name,
-            "bucket_cap_nbytes": cap_nbytes,
-            "first_cap_nbytes": _DEFAULT_FIRST_BUCKET_NBYTES if cap is None else cap_nbytes,
-            "bucket_view": self.gradient_as_bucket_view,
-        }
+    @property
+    def _module_parameters(self) -> list[torch.nn.Parameter]:  # type: ignore[override]
+        return [parameter for _, parameter in self._not_ignored(self.module.named_parameters())]
 
     def _trainable_candidates(self) -> tuple[list[str], list[torch.Tensor]]:
         """Every parameter that could have a gradient: frozen ones too, for they may thaw."""
         names: list[str] = []
         parameters: list[torch.Tensor] = []
         for name, parameter in self._not_ignored(self.module.named_parameters()):
-            _check_parameter(name, parameter)
+            check_parameter(name, parameter)
             if parameter.is_floating_point() or parameter.is_complex():
                 names.append(name)
                 parameters.append(parameter)
@@ -209,35 +218,62 @@ class DataParallel(DistributedDataParallel):
         for name, buffer in self._not_ignored(self.module.named_buffers()):
             yield "buffer", name, buffer
 
-    def _not_ignored(
-        self, named: Iterator[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _not_ignored(self, named: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
         return ((name, tensor) for name, tensor in named if name not in self.parameters_to_ignore)
 
-    def _buffers_of_module(self) -> list[torch.Tensor]:
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:  # type: ignore[override]
+        """The buffers that ranks share."""
         return [buffer for _, buffer in self._not_ignored(self.module.named_buffers())]
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """torch's older name of forward_sync_buffers."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     # -- training -------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; a backward from its outputs averages gradients, except in no_sync()."""
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """What comes before the module's own forward; its arguments, moved where they belong."""
         if self._reducer is None:  # a copy, used for the first time
             self._build(init_sync=False)
         self._warn_of_last_round()
         if torch.is_grad_enabled():
             self._reducer.prepare(self.require_backward_grad_sync)
         if self.require_forward_param_sync and self.forward_sync_buffers:
-            buffers = self._buffers_of_module()
-            if buffers:
-                self._engine.broadcast_tensors(buffers)
-        output = self.module(*inputs, **kwargs)
+            synchronize_buffers(self._engine, self.modules_buffers)
+        if self.device_ids:
+            return self._moved(inputs, kwargs)
+        return inputs, kwargs
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    def _post_forward(self, output: Any) -> Any:
+        """What comes after it: backward from `output` will be a round."""
+        synchronize = self.require_backward_grad_sync
         if torch.is_grad_enabled():
-            synchronize = self.require_backward_grad_sync
             self._reducer.watch(list(tensors_of(output)), synchronize)
             self.require_forward_param_sync = synchronize
         else:
             self.require_forward_param_sync = False
         return output
+
+    def _moved(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Arguments on the module's own device."""
+        assert self.device_ids is not None
+        device = torch.device(self.device_type, self.device_ids[0])
+        moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
+        return moved_inputs[0], moved_kwargs[0]
 
     def _warn_of_last_round(self) -> None:
         if self._warned_unused:
@@ -275,7 +311,7 @@ class DataParallel(DistributedDataParallel):
     # -- copies ---------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group != _default_group():
+        if self.process_group != default_group():
             raise RuntimeError("DataParallel can be copied or pickled with the default group only")
         state = dict(self.__dict__)
         for live in ("process_group", "_engine"):
@@ -285,7 +321,7 @@ class DataParallel(DistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(self, state)
-        self.process_group = _default_group()  # the rest at the first forward, which is collective
+        self.process_group = default_group()  # the rest at the first forward, which is collective
 
     # -- torch's methods that are not there yet -------------------------------------------------
 
@@ -309,58 +345,9 @@ class DataParallel(DistributedDataParallel):
     def will_sync_module_buffers(self) -> bool:
         """True if the next forward gives all ranks the first rank's buffers."""
         wanted = self.require_forward_param_sync and self.forward_sync_buffers
-        return bool(wanted and self._buffers_of_module())
+        return bool(wanted and self.modules_buffers)
 
     def __del__(self) -> None:
         reducer = self.__dict__.get("_reducer")
         if reducer is not None:
             reducer.detach_hooks()
-
-
-def _default_group() -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "Default process group has not been initialized, please make sure to call "
-            "init_process_group before wrapping a module in pydist.DataParallel."
-        )
-    group = dist.distributed_c10d._get_default_group()
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
-def _resolve_buffer_sync(broadcast: bool | None, forward_sync: bool | None) -> bool:
-    if broadcast is not None and forward_sync is not None and broadcast != forward_sync:
-        raise UsageError(
-            f"broadcast_buffers={broadcast} contradicts forward_sync_buffers={forward_sync}; "
-            "give the latter only"
-        )
-    for value in (forward_sync, broadcast):
-        if value is not None:
-            return value
-    return True
-
-
-def _check_parameter(name: str, parameter: torch.Tensor) -> None:
-    if torch.nn.parameter.is_lazy(parameter):
-        raise RuntimeError(
-            f"parameter {name} is uninitialized, and modules with uninitialized parameters can't "
-            "be wrapped; run a dummy forward pass first to initialize the module"
-        )
-    if parameter.device.type == "meta":
-        raise UsageError(
-            f"parameter {name} is on the meta device and has no data; "
-            "materialize the module (module.to_empty(device='cpu')) before wrapping it"
-        )
-    if parameter.device.type != "cpu":
-        raise NotImplementedError(
-            f"parameter {name} is on {parameter.device}; DataParallel trains on the CPU for now"
-        )
-    if parameter.layout != torch.strided:
-        raise UsageError(f"parameter {name} is sparse; parameters must be dense")
-    if any(
-        n > 1 and step == 0 for n, step in zip(parameter.shape, parameter.stride(), strict=True)
-    ):
-        raise UsageError(
-            f"parameter {name} is expanded: several of its elements share memory; "
-            "clone() it before wrapping the module"
-        )

@@ -30,7 +30,8 @@ PYTHON_LAYERS = [
     {"_import_checks", "_C"},
     {"_process_group"},
     {"_engine"},
-    {"collectives", "_outputs", "_verification", "report"},
+    {"collectives", "_buffers", "_mesh", "_outputs", "_verification", "report"},
+    {"_arguments"},
     {"data_parallel"},
     {"__init__"},
 ]
