@@ -119,10 +119,22 @@ class RoundGuard {
 void Reducer::guard(const std::function<void()>& action) {
   try {
     action();
+  } catch (const UsageError& error) {
+    abandon_if_open(error);
+    rethrow_through_autograd(std::make_exception_ptr(named(error)));
   } catch (const Error& error) {
-    if (open_) abandon_round(concat("raised in backward (", error.what(), ")"));
+    abandon_if_open(error);
     rethrow_through_autograd(std::current_exception());
   }
+}
+
+void Reducer::abandon_if_open(const Error& error) noexcept {
+  if (open_) abandon_round(concat("raised in backward (", error.what(), ")"));
+}
+
+// What went wrong on this rank alone says which one it is; other errors do already.
+UsageError Reducer::named(const UsageError& error) const {
+  return UsageError(concat("on ", round_->describe(round_->rank()), ", ", error.what()));
 }
 
 void Reducer::arm() {

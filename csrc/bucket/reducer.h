@@ -29,6 +29,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "bucket/gradient_allocator.h"
 #include "bucket/layout.h"
 #include "bucket/round.h"
@@ -119,6 +120,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     at::Tensor bucket;         // bucket_view: what `.grad` are views of
   };
 
+  void abandon_if_open(const Error& error) noexcept;
+  UsageError named(const UsageError& error) const;
   void check_unchanged(const Parameter& parameter) const;
   void hook_parameters();
   void unhook(Parameter& parameter);

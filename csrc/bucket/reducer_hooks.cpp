@@ -114,8 +114,15 @@ void Reducer::detach_hooks() {
 }
 
 void Reducer::prepare(bool synchronize) {
+  try {
+    hook_parameters();
+  } catch (const UsageError& error) {
+    // Peers would wait for this rank's backward.
+    const UsageError with_rank = named(error);
+    if (synchronize) round_->fail(with_rank.what());
+    throw with_rank;
+  }
   if (synchronize) round_->check();
-  hook_parameters();
 }
 
 void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronize) {

@@ -134,16 +134,14 @@ bool SharedRound::work(int unit) {
   bool worked = false;
   for (;;) {
     busy.store(1, std::memory_order_seq_cst);
-    if (board_->failed()) {
-      busy.store(0, std::memory_order_release);
-      check();
-    }
+    const bool failed = board_->failed();
     uint64_t word = claims_[unit].word.load(std::memory_order_relaxed);
     const uint64_t next = word >> kRoundShift == round_ ? word & kNextMask : 0;
-    if (next >= num_chunks(unit) || word >> kRoundShift > round_) {
-      busy.store(0, std::memory_order_release);
-      break;
-    }
+    const bool all_claimed = next >= num_chunks(unit) || word >> kRoundShift > round_;
+    if (failed || all_claimed) busy.store(0, std::memory_order_release);
+    // A peer that is through may fail before we are: what it leaves to us is only to see that.
+    if (all_claimed) break;
+    if (failed) check();
     if (!claims_[unit].word.compare_exchange_strong(word, round_ << kRoundShift | (next + 1),
                                                     std::memory_order_acq_rel)) {
       continue;
