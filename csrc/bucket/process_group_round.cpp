@@ -20,6 +20,7 @@ constexpr double kYield_s = 1e-3;      // then sleep between looks
 constexpr useconds_t kSleep_us = 100;  // a small part of what an all-reduce through sockets takes
 constexpr double kTimeoutShare = 0.9;  // of the timeout: whoever waited that long ran into it
 constexpr double kCheck_s = 0.1;       // between looks at signals and at peers' failures
+constexpr double kSign_s = 1;          // for the others to say that they have noticed a failure too
 
 at::ScalarType torch_dtype(DType dtype) {
   switch (dtype) {
@@ -150,6 +151,7 @@ void ProcessGroupRound::await(const c10::intrusive_ptr<c10d::Work>& work,
     next_check_s = now_s + kCheck_s;
     check_interrupt();
     if (store_->check("failure")) raise_failed(operation);
+    if (store_->check("sign")) leave_sign();
     if (now_s - start_s > options_.timeout_s) raise_timeout(operation);
   }
   wait_s_ += monotonic_s() - start_s;
@@ -171,10 +173,31 @@ void ProcessGroupRound::raise_failed(const std::string& operation) {
 }
 
 void ProcessGroupRound::raise_timeout(const std::string& operation) {
-  const std::string text = concat(describe(rank()), " waited ", options_.timeout_s,
-                                  " s for its peers in round ", round_, ", ", operation);
+  const std::string text = concat(describe(rank()), " waited ", options_.timeout_s, " s for ",
+                                  absent_ranks(), " in round ", round_, ", ", operation);
   fail(text);
   throw TimeoutError(text + "; is every rank still running, and does it make the same calls?");
+}
+
+// A process group does not say whom it waits for: once one rank has run into a failure, all that
+// wait leave a sign, and the others are the ones that are missing.
+void ProcessGroupRound::leave_sign() { store_->set(concat("sign/", rank()), ""); }
+
+std::string ProcessGroupRound::absent_ranks() noexcept {
+  std::string names;
+  try {
+    store_->set("sign", "");
+    leave_sign();
+    const double deadline_s = monotonic_s() + kSign_s;
+    for (int r = 0; r < size(); ++r) {
+      const std::string key = concat("sign/", r);
+      while (!store_->check(key) && monotonic_s() < deadline_s) ::usleep(10 * kSleep_us);
+      if (!store_->check(key)) names += concat(names.empty() ? "" : ", ", describe(r));
+    }
+  } catch (const std::exception&) {
+    // The store is gone together with the rank that kept it.
+  }
+  return names.empty() ? "a peer" : names;
 }
 
 // The process group says that a connection broke, not whose: a peer that raised has told the store,
@@ -188,8 +211,8 @@ void ProcessGroupRound::raise_lost(const std::string& operation, const char* cau
     if (store_->check("failure")) raise_failed(operation);
     ::usleep(10 * kSleep_us);
   }
-  failure_ = concat("a peer died or left: ", cause);
-  fail(concat(describe(rank()), " lost a peer (", cause, ")"));
+  failure_ = concat("a connection broke, and ", absent_ranks(), " gave no sign of life: ", cause);
+  fail(concat(describe(rank()), " says: ", failure_));
   throw PeerError(
       concat(failure_, "; ", describe(rank()), " raises in round ", round_, ", ", operation));
 }

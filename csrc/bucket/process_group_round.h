@@ -49,6 +49,8 @@ class ProcessGroupRound final : public Round {
   void await(const c10::intrusive_ptr<c10d::Work>& work, const std::string& operation);
   [[noreturn]] void raise_failed(const std::string& operation);
   [[noreturn]] void raise_timeout(const std::string& operation);
+  void leave_sign();
+  std::string absent_ranks() noexcept;
   [[noreturn]] void raise_lost(const std::string& operation, const char* cause, double waited_s);
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;

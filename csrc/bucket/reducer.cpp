@@ -185,7 +185,10 @@ void Reducer::open_round(bool by_output) {
   open_ = true;
   by_output_ = by_output;
   if (by_output) expecting_ = false;
-  for (Parameter& parameter : parameters_) parameter.ready = false;
+  for (Parameter& parameter : parameters_) {
+    parameter.ready = false;
+    parameter.handed = nullptr;
+  }
   for (size_t u = 0; u < units_.size(); ++u) {
     states_[u].published = false;
     states_[u].missing = 0;
@@ -233,7 +236,7 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
 
 // All of the parameter's unit is ready.
 void Reducer::publish_ready(int index, const std::vector<at::Tensor>& incoming) {
-  const Parameter& parameter = parameters_[index];
+  Parameter& parameter = parameters_[index];
   const int unit = parameter.unit;
   if (!units_[unit].alone) {
     publish_packed(unit, bucket_reason());
@@ -246,7 +249,7 @@ void Reducer::publish_ready(int index, const std::vector<at::Tensor>& incoming) 
   }
   UnitState& state = states_[unit];
   state.in_place = gradient.data_ptr();
-  state.version = gradient._version();
+  hand_over(parameter, gradient, true);
   Arena::instance().pin(state.in_place);
   state.published = true;
   counters_.born_nbytes += parameter.nbytes;
@@ -277,6 +280,7 @@ void Reducer::close_round() {
   expected_.disarm();
   record_.trainable = trainable();
   if (round_->publishes_all()) publish_missing(nullptr);
+  check_handed();
   const std::vector<RoundRecord>& records = round_->end(record_);
   check_trainable(records);
   Bitmap again(static_cast<int>(parameters_.size()));

@@ -109,13 +109,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     uintptr_t post_hook = 0;
     // Of this round:
     bool ready = false;
-    at::Tensor kept;   // a copy of `.grad`, to be restored if no rank used the parameter
-    at::Tensor aside;  // `.grad` while its memory is published and autograd fills another
+    void* handed = nullptr;  // where `.grad` lay when its unit was published; null without one
+    int64_t version = -1;    // and its version, where no other tensor counts along
+    at::Tensor kept;         // a copy of `.grad`, to be restored if no rank used the parameter
+    at::Tensor aside;        // `.grad` while its memory is published and autograd fills another
   };
   struct UnitState {
     int missing = 0;  // trainable members that are not ready
     bool published = false;
-    uint32_t version = 0;      // of the gradient, when it was published in place
     void* in_place = nullptr;  // the gradient's own memory, pinned
     at::Tensor bucket;         // bucket_view: what `.grad` are views of
   };
@@ -144,6 +145,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const char* why_not_in_place(const Parameter& parameter, const at::Tensor& gradient,
                                const std::vector<at::Tensor>& incoming) const;
   void check_present(const Parameter& parameter) const;
+  void hand_over(Parameter& parameter, const at::Tensor& gradient, bool exclusive);
+  void check_handed() const;
   void pack_unit(int unit, bool only_again);
   void deliver(const Bitmap& used);
   void deliver_in_place(Parameter& parameter, UnitState& state);

@@ -138,6 +138,32 @@ void Reducer::check_present(const Parameter& parameter) const {
                "backward()");
 }
 
+void Reducer::hand_over(Parameter& parameter, const at::Tensor& gradient, bool exclusive) {
+  parameter.handed = gradient.data_ptr();
+  parameter.version = exclusive ? static_cast<int64_t>(gradient._version()) : -1;
+}
+
+// What has been handed over must be as it was: what a hook did to it since would count on some
+// ranks, or on none. Asked before ranks agree on the round's end, so that all of them learn of it.
+void Reducer::check_handed() const {
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.handed == nullptr) continue;
+    check_present(parameter);
+    const at::Tensor& gradient =
+        parameter.aside.defined() ? parameter.aside : parameter.variable.grad();
+    PYDIST_CHECK(
+        gradient.defined() && gradient.has_storage() && gradient.data_ptr() == parameter.handed,
+        UsageError, "the gradient of parameter ", parameter.name,
+        " was replaced, moved or resized during backward, while ranks were averaging it; "
+        "do that after backward()");
+    check_memory(parameter.name, gradient);
+    PYDIST_CHECK(parameter.version < 0 || gradient._version() == parameter.version, UsageError,
+                 "the gradient of parameter ", parameter.name,
+                 " was modified during backward (by a hook?), while ranks were averaging it; do "
+                 "that after backward()");
+  }
+}
+
 // Writes every member's contribution: its current `.grad`, zeros where there is none; or, in the
 // second round, what came again.
 void Reducer::pack_unit(int unit, bool only_again) {
@@ -151,6 +177,9 @@ void Reducer::pack_unit(int unit, bool only_again) {
     const bool gives = gradient.defined() && (!only_again || record_.again.test(member.parameter));
     check_present(parameter);
     if (gives) check_memory(parameter.name, gradient);
+    if (gives && !only_again) {
+      hand_over(parameter, gradient, gradient.storage().nbytes() == parameter.nbytes);
+    }
     if (!gives) {
       items.push_back({nullptr, target, parameter.nbytes});
     } else if (!parameter.dense || !same_layout(parameter.variable, gradient)) {
@@ -185,19 +214,10 @@ void Reducer::deliver(const Bitmap& used) {
 
 // The mean is where the gradient was; only who looked away must be told.
 void Reducer::deliver_in_place(Parameter& parameter, UnitState& state) {
-  const void* reduced = state.in_place;
   Arena::instance().unpin(state.in_place);
   state.in_place = nullptr;
   const at::Tensor& gradient =
       parameter.aside.defined() ? parameter.aside : parameter.variable.grad();
-  PYDIST_CHECK(gradient.defined() && gradient.has_storage() && gradient.data_ptr() == reduced,
-               UsageError, "the gradient of parameter ", parameter.name,
-               " was replaced, moved or resized during backward, while ranks were averaging it; "
-               "do that after backward()");
-  PYDIST_CHECK(gradient._version() == state.version, UsageError, "the gradient of parameter ",
-               parameter.name,
-               " was modified during backward (by a hook?), while ranks were "
-               "averaging it; do that after backward()");
   gradient.unsafeGetTensorImpl()->bump_version();
 }
 
