@@ -29,6 +29,7 @@ from pydist.collectives import (
     symmetric_empty,
 )
 from pydist.data_parallel import DataParallel
+from pydist.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
     "DataParallel",
@@ -36,6 +37,7 @@ __all__ = [
     "MismatchError",
     "PeerError",
     "ResourceError",
+    "SyncBatchNorm",
     "TimeoutError",
     "UsageError",
     "__version__",
@@ -46,6 +48,7 @@ __all__ = [
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "convert_sync_batchnorm",
     "recv",
     "reduce_scatter",
     "reduce_scatter_tensor",

@@ -59,11 +59,13 @@ class Engine:
         self.size: int = group.size()
         self.timeout_s = _timeout_s(group)
         self.global_ranks: list[int] = dist.get_process_group_ranks(group)
+        self._backend = str(dist.get_backend(group))
         self._store = _own_store(group, self.size)
         self._num_prefixes: dict[str, int] = {}
         self.communicator: _C.Communicator | None = self._connect(str(group.group_desc))
         self.operations: Operations = self.communicator or ProcessGroupOperations(group)
         self.transport = TRANSPORTS[0] if self.communicator is not None else TRANSPORTS[1]
+        self._side_operations: Operations | None = None
 
     def _connect(self, description: str) -> _C.Communicator | None:
         """None where the ranks do not share memory, or must not use it."""
@@ -88,6 +90,31 @@ class Engine:
             if forced:
                 raise
             return None
+
+    @property
+    def side_operations(self) -> Operations:
+        """For collectives within a backward. Their first use is collective.
+
+        A process group pairs calls by their order, and that of a round's calls depends on which
+        gradients are ready first: there, these have a group of their own.
+        """
+        if self._side_operations is None:
+            if self.communicator is not None:
+                self._side_operations = self.communicator
+            else:
+                self._side_operations = ProcessGroupOperations(self._make_side_group())
+        return self._side_operations
+
+    def _make_side_group(self) -> dist.ProcessGroup:
+        group = dist.new_group(
+            self.global_ranks,
+            timedelta(seconds=self.timeout_s),
+            backend=self._backend,
+            use_local_synchronization=True,
+            group_desc="pydist: beside rounds",
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def store_prefix(self, name: str) -> PrefixStore:
         """A store of fresh keys; all ranks must ask for the same names in the same order."""

@@ -27,6 +27,7 @@ from pydist._outputs import tensors_of
 from pydist._verification import describe_tensors, verify_models, verify_settings
 from pydist.errors import UsageError
 from pydist.report import Report
+from pydist.sync_batchnorm import adopt_sync_batchnorm
 
 _T = TypeVar("_T", bound=torch.Tensor)
 
@@ -51,6 +52,8 @@ class DataParallel(DistributedDataParallel):
     of it. Parameters and buffers start as the group's first rank has them. A rank's contribution
     to the mean is its ``.grad`` at the end of backward, zeros where there is none; a parameter
     that no rank used keeps its ``.grad``. All ranks get the same bits, whatever the bucket size.
+    Layers of :class:`torch.nn.SyncBatchNorm`, which refuse the CPU, become
+    :class:`pydist.SyncBatchNorm` in place.
 
     Args:
         module: the module, on the CPU, with the same parameters on every rank.
@@ -144,6 +147,7 @@ class DataParallel(DistributedDataParallel):
             check_environment()
             self._names, parameters = self._trainable_candidates()
             self._place()
+            adopt_sync_batchnorm(self.module)
         if init_sync:
             verify_models(self._engine, self._model_name, describe_tensors(self._state()))
         verify_settings(self._engine, self._model_name, self._agreed_settings(parameters))

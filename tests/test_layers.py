@@ -30,7 +30,7 @@ PYTHON_LAYERS = [
     {"_import_checks", "_C"},
     {"_process_group"},
     {"_engine"},
-    {"collectives", "_buffers", "_mesh", "_outputs", "_verification", "report"},
+    {"collectives", "_buffers", "_mesh", "_outputs", "_verification", "report", "sync_batchnorm"},
     {"_arguments"},
     {"data_parallel"},
     {"__init__"},
