@@ -17,12 +17,22 @@ namespace pydist {
 
 namespace {
 
+// torch's name of a half type, or None.
+std::optional<DType> wire_type(const py::object& name) {
+  if (name.is_none()) return std::nullopt;
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    if (name.cast<std::string>() == dtype_name(dtype)) return dtype;
+  }
+  throw UsageError(concat("gradients cannot travel as ", name.cast<std::string>()));
+}
+
 ReducerOptions reducer_options(const py::dict& settings) {
   ReducerOptions options;
   options.name = settings["name"].cast<std::string>();
   options.layout.bucket_cap_nbytes = settings["bucket_cap_nbytes"].cast<size_t>();
   options.layout.first_cap_nbytes = settings["first_cap_nbytes"].cast<size_t>();
   options.bucket_view = settings["bucket_view"].cast<bool>();
+  options.wire = wire_type(settings["wire_dtype"]);
   return options;
 }
 
@@ -79,7 +89,8 @@ void pack_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& out,
   auto* target = static_cast<uint8_t*>(out.data_ptr());
   size_t offset = 0;
   for (const at::Tensor& tensor : tensors) {
-    items.push_back({tensor.data_ptr(), target + offset, tensor.nbytes()});
+    items.push_back({tensor.data_ptr(), DType::kUInt8, target + offset, DType::kUInt8,
+                     static_cast<int64_t>(tensor.nbytes())});
     offset += tensor.nbytes();
   }
   if (offset > out.nbytes()) {

@@ -147,6 +147,17 @@ def resolve_bucket_caps(cap_mb: float | None) -> BucketCaps:
     return BucketCaps(nbytes, nbytes, False)
 
 
+def resolve_wire_dtype(wire_dtype: torch.dtype | None) -> str | None:
+    """The name of the half type that wider gradients travel in; None: they travel as they are."""
+    if wire_dtype is None:
+        return None
+    if wire_dtype not in (torch.bfloat16, torch.float16):
+        raise UsageError(
+            f"wire_dtype must be torch.bfloat16, torch.float16 or None, got {wire_dtype!r}"
+        )
+    return str(wire_dtype).removeprefix("torch.")
+
+
 def check_environment() -> None:
     """Raises UsageError where a variable that DataParallel reads has no meaning."""
     allocator = os.environ.get("PYDIST_ALLOCATOR", "")

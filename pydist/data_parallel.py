@@ -20,6 +20,7 @@ from pydist._arguments import (
     resolve_buffer_sync,
     resolve_devices,
     resolve_group,
+    resolve_wire_dtype,
 )
 from pydist._buffers import synchronize_buffers
 from pydist._engine import group_engine
@@ -70,6 +71,13 @@ class DataParallel(DistributedDataParallel):
         check_reduction: deprecated, as in torch.
         gradient_as_bucket_view: ``.grad`` are views of the buckets that are reduced.
         static_graph: promises that every step uses the same parameters; warns when one does not.
+        wire_dtype: torch.bfloat16 or torch.float16: gradients of wider types travel in this one,
+            which halves the bytes of float32. Each rank's contribution is rounded to it once (to
+            nearest, ties to even), sums are taken in float32 in rank order, and the mean is rounded
+            once more; ``.grad`` keeps its own type. What is too large for float16 (beyond 65504)
+            arrives as infinity on every rank, where GradScaler finds it; bfloat16 has float32's
+            range. A type that is not narrower than a gradient's own changes nothing for it. One
+            rank alone rounds nothing.
 
     Raises:
         MismatchError: models differ between ranks; on every rank, naming rank and parameter.
@@ -99,6 +107,8 @@ class DataParallel(DistributedDataParallel):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -132,6 +142,7 @@ class DataParallel(DistributedDataParallel):
         self.require_forward_param_sync = True
         self._device_arguments = (device_ids, output_device)
         self._bucket_caps = resolve_bucket_caps(bucket_cap_mb)
+        self._wire_dtype = resolve_wire_dtype(wire_dtype)
         self._warned_unused = False
         self._build(init_sync)
 
@@ -173,6 +184,7 @@ class DataParallel(DistributedDataParallel):
         return {
             "bucket_cap_mb": dataclasses.asdict(self._bucket_caps),
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "wire_dtype": self._wire_dtype,
             "number of parameters": len(parameters),
             "elements of each parameter": [p.numel() for p in parameters],
             "dtype of each parameter": [str(p.dtype) for p in parameters],
@@ -185,6 +197,7 @@ class DataParallel(DistributedDataParallel):
             "bucket_cap_nbytes": self._bucket_caps.cap_nbytes,
             "first_cap_nbytes": self._bucket_caps.first_cap_nbytes,
             "bucket_view": self.gradient_as_bucket_view,
+            "wire_dtype": self._wire_dtype,
         }
 
     @property

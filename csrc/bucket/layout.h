@@ -17,8 +17,8 @@ namespace pydist {
 // elements.
 struct ParameterSpec {
   int64_t num_elements = 0;
-  DType dtype = DType::kFloat32;
-  int group = 0;  // parameters of different groups never share a bucket
+  DType dtype = DType::kFloat32;  // in which the gradient travels
+  int group = 0;                  // parameters of different groups never share a bucket
 
   size_t nbytes() const { return static_cast<size_t>(num_elements) * dtype_nbytes(dtype); }
 };

@@ -14,7 +14,8 @@ namespace pydist {
 
 namespace {
 
-DType unit_dtype(const at::Tensor& tensor) {
+// Of the elements, or of their real and imaginary parts.
+DType real_dtype(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kFloat:
     case at::kComplexFloat:
@@ -33,6 +34,10 @@ DType unit_dtype(const at::Tensor& tensor) {
   }
 }
 
+DType wire_dtype(DType own, std::optional<DType> wire) {
+  return wire && dtype_nbytes(*wire) < dtype_nbytes(own) ? *wire : own;
+}
+
 }  // namespace
 
 RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
@@ -41,8 +46,13 @@ RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
   std::vector<int> order;
   for (size_t i = 0; i < parameters.size(); ++i) {
     ParameterSpec spec;
-    spec.dtype = unit_dtype(parameters[i]);
+    spec.dtype = wire_dtype(real_dtype(parameters[i]), options.wire);
     spec.num_elements = parameters[i].numel() * (parameters[i].is_complex() ? 2 : 1);
+    PYDIST_CHECK(!options.bucket_view || spec.dtype == real_dtype(parameters[i]), UsageError,
+                 "the gradient of parameter ", names[i], " is ",
+                 toString(parameters[i].scalar_type()), " and cannot be a view of a bucket of ",
+                 dtype_name(spec.dtype),
+                 "; give either gradient_as_bucket_view=True or wire_dtype to ", options.name);
     // A bucket that `.grad` are views of has one dtype, complex or real.
     spec.group = options.bucket_view && parameters[i].is_complex() ? 1 : 0;
     specs.push_back(spec);
@@ -81,6 +91,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
     parameter.name = names[i];
     parameter.nbytes = parameters[i].nbytes();
     parameter.dtype = parameters[i].scalar_type();
+    parameter.element_dtype = real_dtype(parameters[i]);
     parameter.sizes = parameters[i].sizes().vec();
     parameter.strides = parameters[i].strides().vec();
     parameter.dense = parameters[i].is_non_overlapping_and_dense();
@@ -141,7 +152,7 @@ void Reducer::arm() {
   if (!options_.born_in_arena || options_.bucket_view) return;
   std::vector<size_t> sizes;
   for (const Parameter& parameter : parameters_) {
-    if (parameter.unit < 0 || !units_[parameter.unit].alone) continue;
+    if (parameter.unit < 0 || !units_[parameter.unit].alone || narrowed(parameter)) continue;
     if (parameter.variable.requires_grad() && !parameter.variable.grad().defined()) {
       sizes.push_back(parameter.nbytes);
     }

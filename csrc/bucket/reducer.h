@@ -25,6 +25,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,6 +33,7 @@
 #include "base/error.h"
 #include "bucket/gradient_allocator.h"
 #include "bucket/layout.h"
+#include "bucket/pack.h"
 #include "bucket/round.h"
 
 namespace pydist {
@@ -42,6 +44,7 @@ struct ReducerOptions {
   bool bucket_view = false;  // `.grad` are views of buckets
   bool static_graph = false;
   bool born_in_arena = true;  // arm the gradient allocator
+  std::optional<DType> wire;  // in which gradients of wider types travel
 };
 
 // What the reducer did since it was made.
@@ -102,9 +105,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     int64_t begin = 0;  // first element within the unit
     size_t nbytes = 0;
     at::ScalarType dtype = at::kFloat;
-    std::vector<int64_t> sizes, strides;  // as planned; must stay
-    bool dense = true;                    // strides cover the storage without gaps or overlap
-    Accumulator accumulator;              // null until it requires grad
+    DType element_dtype = DType::kFloat32;  // real, also where the gradient is complex
+    std::vector<int64_t> sizes, strides;    // as planned; must stay
+    bool dense = true;                      // strides cover the storage without gaps or overlap
+    Accumulator accumulator;                // null until it requires grad
     torch::autograd::FunctionPreHook* pre_hook = nullptr;
     uintptr_t post_hook = 0;
     // Of this round:
@@ -141,6 +145,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Bitmap trainable() const;
   void check_trainable(const std::vector<RoundRecord>& records) const;
   // Between gradients and units.
+  // The gradient travels in another type than its own.
+  bool narrowed(const Parameter& parameter) const {
+    return parameter.unit >= 0 && units_[parameter.unit].dtype != parameter.element_dtype;
+  }
+  int64_t num_elements(const Parameter& parameter) const {
+    return static_cast<int64_t>(parameter.nbytes / dtype_nbytes(parameter.element_dtype));
+  }
+  PackItem to_unit(const Parameter& parameter, const void* source) const;
+  PackItem from_unit(const Parameter& parameter, void* target) const;
   const char* why_not_in_place(const Parameter& parameter, const at::Tensor& gradient,
                                const std::vector<at::Tensor>& incoming) const;
   void check_present(const Parameter& parameter) const;
@@ -151,7 +164,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void add_second(int unit, const Bitmap& again, const at::Tensor& first);
   at::Tensor bucket_of(int unit);
   at::Tensor view_of(const Parameter& parameter);
-  at::Tensor element_view(const Parameter& parameter) const;
+  at::Tensor like_unit(const Parameter& parameter, void* memory) const;
+  void write_unit(const Parameter& parameter, const at::Tensor& gradient) const;
+  at::Tensor read_unit(const Parameter& parameter) const;
   uint8_t* member_memory(const Parameter& parameter) const;
   void release_pins(bool quiet) noexcept;
 
