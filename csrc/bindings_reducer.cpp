@@ -29,10 +29,12 @@ std::optional<DType> wire_type(const py::object& name) {
 ReducerOptions reducer_options(const py::dict& settings) {
   ReducerOptions options;
   options.name = settings["name"].cast<std::string>();
-  options.layout.bucket_cap_nbytes = settings["bucket_cap_nbytes"].cast<size_t>();
-  options.layout.first_cap_nbytes = settings["first_cap_nbytes"].cast<size_t>();
+  options.layout.caps_nbytes = settings["bucket_caps_nbytes"].cast<std::vector<size_t>>();
   options.bucket_view = settings["bucket_view"].cast<bool>();
   options.wire = wire_type(settings["wire_dtype"]);
+  options.delayed = settings["delayed"].cast<std::vector<int>>();
+  options.gate = settings["gate"].cast<int>();
+  options.skip_unused = settings["skip_unused"].cast<bool>();
   return options;
 }
 
@@ -117,6 +119,7 @@ void bind_reducer(py::module_& module) {
           py::call_guard<py::gil_scoped_release>(),
           "To be called with a forward's output tensors: their backward is a round if synchronize.")
       .def("detach_hooks", &Reducer::detach_hooks, "Removes every hook; the module may live on.")
+      .def("published", &Reducer::published, "Units handed to the round since the last one began.")
       .def("counters", &counters, "What report.Report shows, by name.")
       .def("units", &units, "(alone, nbytes, parameters) of every unit.")
       .def_property_readonly("last_round_had_unused", &Reducer::last_round_had_unused,

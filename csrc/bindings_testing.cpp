@@ -18,12 +18,11 @@ using UnitTuple = std::tuple<bool, int64_t, std::vector<std::pair<int, int64_t>>
 
 // (alone, number of elements, [(parameter, first element)]) per unit, all of float32.
 std::vector<UnitTuple> layout(const std::vector<int64_t>& sizes, const std::vector<int>& order,
-                              size_t alone_nbytes, size_t first_cap_nbytes, size_t cap_nbytes) {
+                              size_t alone_nbytes, const std::vector<size_t>& caps_nbytes) {
   std::vector<ParameterSpec> parameters;
-  for (const int64_t size : sizes) parameters.push_back({size, DType::kFloat32, 0});
+  for (const int64_t size : sizes) parameters.push_back({size, DType::kFloat32});
   std::vector<UnitTuple> result;
-  for (const Unit& unit :
-       make_layout(parameters, order, {alone_nbytes, cap_nbytes, first_cap_nbytes})) {
+  for (const Unit& unit : make_layout(parameters, order, {alone_nbytes, caps_nbytes})) {
     std::vector<std::pair<int, int64_t>> members;
     for (const Member& member : unit.members) members.emplace_back(member.parameter, member.begin);
     result.emplace_back(unit.alone, unit.num_elements, std::move(members));
@@ -75,7 +74,7 @@ void bind_testing(py::module_& module) {
       .def_property_readonly("used_nbytes", &BlockAllocator::used_nbytes, "In live blocks.")
       .def_property_readonly("high_water", &BlockAllocator::high_water, "Highest end so far.");
   testing.def("layout", &layout, py::arg("sizes"), py::arg("order"), py::arg("alone_nbytes"),
-              py::arg("first_cap_nbytes"), py::arg("cap_nbytes"), "Units of float32 parameters.");
+              py::arg("caps_nbytes"), "Units of float32 parameters.");
   testing.def("convert", &convert_memory, py::arg("from_dtype"), py::arg("source"),
               py::arg("to_dtype"), py::arg("target"), py::arg("num_elements"), py::arg("isa"),
               "Converts floats at one address to floats of another type at another.");

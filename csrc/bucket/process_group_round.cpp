@@ -32,6 +32,7 @@ ProcessGroupRound::ProcessGroupRound(c10::intrusive_ptr<c10d::ProcessGroup> grou
       options_(std::move(options)),
       memory_(options_.units.size()),
       published_(options_.units.size(), false),
+      postponed_(options_.units.size(), false),
       records_(group_->getSize(), RoundRecord(options_.num_parameters)) {}
 
 std::string ProcessGroupRound::describe(int rank) const { return concat("rank ", rank); }
@@ -64,14 +65,21 @@ void ProcessGroupRound::begin() {
   if (!failure_.empty()) raise_failed("backward");
   ++round_;
   next_ = 0;
+  ended_ = false;
   std::fill(published_.begin(), published_.end(), false);
+  std::fill(postponed_.begin(), postponed_.end(), false);
   launched_.clear();
 }
 
 // A process group needs the same order of calls on all ranks, so a unit waits for those before it.
 void ProcessGroupRound::publish(int unit, void*) {
   published_[unit] = true;
-  while (next_ < static_cast<int>(published_.size()) && published_[next_]) launch(next_++);
+  if (ended_) return launch(unit);
+  for (; next_ < static_cast<int>(published_.size()); ++next_) {
+    if (postponed_[next_]) continue;
+    if (!published_[next_]) return;
+    launch(next_);
+  }
 }
 
 void ProcessGroupRound::launch_rest() {
@@ -101,6 +109,7 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRound::start(const std::string& opera
 
 const std::vector<RoundRecord>& ProcessGroupRound::end(const RoundRecord& mine) {
   launch_rest();
+  ended_ = true;
   const size_t words = mine.used.words().size();
   at::Tensor sent = at::empty({static_cast<int64_t>(3 * words)}, at::TensorOptions(at::kLong));
   auto* out = reinterpret_cast<uint64_t*>(sent.data_ptr<int64_t>());

@@ -30,6 +30,10 @@ class ProcessGroupRound final : public Round {
   bool reaches(const void*) const override { return false; }
   bool publishes_all() const override { return true; }
   void begin() override;
+  bool postpone(int unit) override {
+    postponed_[unit] = true;
+    return true;
+  }
   void publish(int unit, void* data) override;
   void progress() override {}
   const std::vector<RoundRecord>& end(const RoundRecord& mine) override;
@@ -64,6 +68,8 @@ class ProcessGroupRound final : public Round {
   RoundOptions options_;
   std::vector<Memory> memory_;
   std::vector<bool> published_;
+  std::vector<bool> postponed_;
+  bool ended_ = false;
   std::vector<Launched> launched_;
   std::vector<RoundRecord> records_;
   uint64_t round_ = 0;

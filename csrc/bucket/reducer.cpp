@@ -44,6 +44,10 @@ RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
                            const std::vector<std::string>& names, const ReducerOptions& options) {
   std::vector<ParameterSpec> specs;
   std::vector<int> order;
+  const auto is_delayed = [&](size_t i) {
+    return std::find(options.delayed.begin(), options.delayed.end(), static_cast<int>(i)) !=
+           options.delayed.end();
+  };
   for (size_t i = 0; i < parameters.size(); ++i) {
     ParameterSpec spec;
     spec.dtype = wire_dtype(real_dtype(parameters[i]), options.wire);
@@ -55,10 +59,15 @@ RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
                  "; give either gradient_as_bucket_view=True or wire_dtype to ", options.name);
     // A bucket that `.grad` are views of has one dtype, complex or real.
     spec.group = options.bucket_view && parameters[i].is_complex() ? 1 : 0;
+    spec.flat = is_delayed(i);
+    if (spec.flat) spec.group += 2;
     specs.push_back(spec);
-    order.push_back(
-        static_cast<int>(parameters.size() - 1 - i));  // backward roughly reverses forward
   }
+  // Backward roughly reverses forward.
+  for (int i = static_cast<int>(parameters.size()) - 1; i >= 0; --i) {
+    if (!specs[i].flat) order.push_back(i);
+  }
+  order.insert(order.end(), options.delayed.rbegin(), options.delayed.rend());
   LayoutOptions layout = options.layout;
   if (options.bucket_view) layout.alone_nbytes = SIZE_MAX;
   RoundOptions round;
@@ -101,6 +110,9 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       parameters_[member.parameter].unit = static_cast<int>(u);
       parameters_[member.parameter].begin = member.begin;
     }
+  }
+  for (const int index : options_.delayed) {
+    if (parameters_[index].unit >= 0) states_[parameters_[index].unit].gated = true;
   }
   if (options_.born_in_arena && !options_.bucket_view) GradientAllocator::install();
 }
@@ -196,15 +208,26 @@ void Reducer::open_round(bool by_output) {
   open_ = true;
   by_output_ = by_output;
   if (by_output) expecting_ = false;
-  for (Parameter& parameter : parameters_) parameter.ready = false;
-  for (size_t u = 0; u < units_.size(); ++u) {
-    states_[u].published = false;
-    states_[u].missing = 0;
-    for (const Member& member : units_[u].members) {
-      states_[u].missing += parameters_[member.parameter].variable.requires_grad() ? 1 : 0;
-    }
-  }
+  begin_units();
   arm();
+}
+
+void Reducer::begin_units() {
+  for (Parameter& parameter : parameters_) parameter.ready = false;
+  gate_open_ = false;
+  const bool choose = options_.skip_unused && counters_.num_rounds > 0;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    UnitState& state = states_[u];
+    state.published = false;
+    state.missing = state.gated ? 1 : 0;
+    state.late = choose;
+    for (const Member& member : units_[u].members) {
+      state.missing += parameters_[member.parameter].variable.requires_grad() ? 1 : 0;
+      // Of the last round, and the same on all ranks.
+      if (used_by_any_.test(member.parameter)) state.late = false;
+    }
+    state.late = state.late && round_->postpone(static_cast<int>(u));
+  }
 }
 
 void Reducer::before_accumulation(int index, const std::vector<at::Tensor>& incoming) {
@@ -223,6 +246,7 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
   record_.used.set(index);
   expected_.arrived(parameter.nbytes);
   if (!open_ && expecting_ && round_->size() > 1) open_round(false);
+  if (open_ && index == options_.gate) open_gate(incoming);
   if (!open_ || parameter.unit < 0) return;
   const at::Tensor& gradient = parameter.variable.grad();
   PYDIST_CHECK(gradient.defined(), UsageError, "the gradient of parameter ", parameter.name,
@@ -242,10 +266,20 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
   round_->progress();
 }
 
+void Reducer::open_gate(const std::vector<at::Tensor>& incoming) {
+  if (gate_open_) return;
+  gate_open_ = true;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    if (!states_[u].gated || --states_[u].missing > 0) continue;
+    publish_ready(units_[u].members.front().parameter, incoming);
+  }
+}
+
 // All of the parameter's unit is ready.
 void Reducer::publish_ready(int index, const std::vector<at::Tensor>& incoming) {
   const Parameter& parameter = parameters_[index];
   const int unit = parameter.unit;
+  if (states_[unit].late) return;
   if (!units_[unit].alone) {
     publish_packed(unit, bucket_reason());
     return;
@@ -273,7 +307,7 @@ void Reducer::publish_packed(int unit, const char* reason) {
 
 void Reducer::publish_missing(const Bitmap* wanted) {
   for (size_t u = 0; u < units_.size(); ++u) {
-    if (states_[u].published) continue;
+    if (states_[u].published || (wanted == nullptr && states_[u].late)) continue;
     bool any = wanted == nullptr;
     bool ready = false;
     for (const Member& member : units_[u].members) {
@@ -349,6 +383,14 @@ void Reducer::release_pins(bool quiet) noexcept {
     if (state.in_place != nullptr && quiet) Arena::instance().unpin(state.in_place);
     state.in_place = nullptr;
   }
+}
+
+std::vector<int> Reducer::published() const {
+  std::vector<int> units;
+  for (size_t u = 0; u < states_.size(); ++u) {
+    if (states_[u].published) units.push_back(static_cast<int>(u));
+  }
+  return units;
 }
 
 Bitmap Reducer::trainable() const {

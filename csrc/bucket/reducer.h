@@ -45,6 +45,9 @@ struct ReducerOptions {
   bool static_graph = false;
   bool born_in_arena = true;  // arm the gradient allocator
   std::optional<DType> wire;  // in which gradients of wider types travel
+  std::vector<int> delayed;   // parameters that wait for the gate's gradient, in units of their own
+  int gate = -1;              // a parameter
+  bool skip_unused = false;   // units that were unused in the round before travel only if needed
 };
 
 // What the reducer did since it was made.
@@ -74,6 +77,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void watch(const std::vector<at::Tensor>& outputs, bool synchronize);
   // Removes every hook; the module may live on.
   void detach_hooks();
+  // Units handed to the round since the last one began.
+  std::vector<int> published() const;
 
   const ReducerCounters& counters() const { return counters_; }
   const Round& round() const { return *round_; }
@@ -117,7 +122,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     at::Tensor aside;  // `.grad` while its memory is published and autograd fills another
   };
   struct UnitState {
-    int missing = 0;  // trainable members that are not ready
+    int missing = 0;     // trainable members that are not ready, and the gate
+    bool gated = false;  // waits for the gate
+    bool late = false;   // nobody used it in the last round: travels after end(), if at all
     bool published = false;
     uint32_t version = 0;      // of the gradient, when it was published in place
     void* in_place = nullptr;  // the gradient's own memory, pinned
@@ -135,11 +142,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void open_round(bool by_output);
   void close_round();
   void abandon_round(const std::string& reason) noexcept;
+  void begin_units();
+  void open_gate(const std::vector<at::Tensor>& incoming);
   void publish_ready(int index, const std::vector<at::Tensor>& incoming);
   const char* bucket_reason() const { return options_.bucket_view ? "bucket view" : "small"; }
   void publish_packed(int unit, const char* reason);
-  // Publishes what this rank still owes: units with a wanted member; all units where `wanted` is
-  // null.
+  // Publishes what this rank still owes: units with a wanted member; where `wanted` is null, all
+  // but the late ones.
   void publish_missing(const Bitmap* wanted);
   void second_round(const Bitmap& again);
   Bitmap trainable() const;
@@ -182,6 +191,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Bitmap used_first_;
   bool last_had_unused_ = false;
   bool open_ = false;       // a round is going on
+  bool gate_open_ = false;  // its gradient has come in this round
   int armed_task_ = -1;     // graph task of a backward that only accumulates
   bool by_output_ = false;  // the round was opened by an output's hook
   bool expecting_ = false;  // a parameter may open a round: see open_round()

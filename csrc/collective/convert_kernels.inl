@@ -26,12 +26,13 @@ __attribute__((noinline)) void convert_elements(const ConvertArgs& args) {
   static_assert(From::kLanes == kFloatLanes && To::kLanes == kFloatLanes, "float32 is between");
   const auto* source = static_cast<const uint8_t*>(args.source);
   auto* target = static_cast<uint8_t*>(args.target);
+  const int64_t num_elements = args.num_elements;
   int64_t i = 0;
 #pragma GCC unroll 4
-  for (; i + kFloatLanes <= args.num_elements; i += kFloatLanes) {
+  for (; i + kFloatLanes <= num_elements; i += kFloatLanes) {
     To::store(target + i * To::kNbytes, From::load(source + i * From::kNbytes));
   }
-  const int64_t rest = args.num_elements - i;
+  const int64_t rest = num_elements - i;
   if (rest == 0) return;
   alignas(64) uint8_t read[kFloatLanes * From::kNbytes] = {};
   alignas(64) uint8_t written[kFloatLanes * To::kNbytes];
