@@ -17,12 +17,24 @@ namespace pydist {
 
 namespace {
 
+// torch's name of a half type, or None.
+std::optional<DType> wire_type(const py::object& name) {
+  if (name.is_none()) return std::nullopt;
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    if (name.cast<std::string>() == dtype_name(dtype)) return dtype;
+  }
+  throw UsageError(concat("gradients cannot travel as ", name.cast<std::string>()));
+}
+
 ReducerOptions reducer_options(const py::dict& settings) {
   ReducerOptions options;
   options.name = settings["name"].cast<std::string>();
-  options.layout.bucket_cap_nbytes = settings["bucket_cap_nbytes"].cast<size_t>();
-  options.layout.first_cap_nbytes = settings["first_cap_nbytes"].cast<size_t>();
+  options.layout.caps_nbytes = settings["bucket_caps_nbytes"].cast<std::vector<size_t>>();
   options.bucket_view = settings["bucket_view"].cast<bool>();
+  options.wire = wire_type(settings["wire_dtype"]);
+  options.delayed = settings["delayed"].cast<std::vector<int>>();
+  options.gate = settings["gate"].cast<int>();
+  options.skip_unused = settings["skip_unused"].cast<bool>();
   return options;
 }
 
@@ -79,7 +91,8 @@ void pack_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& out,
   auto* target = static_cast<uint8_t*>(out.data_ptr());
   size_t offset = 0;
   for (const at::Tensor& tensor : tensors) {
-    items.push_back({tensor.data_ptr(), target + offset, tensor.nbytes()});
+    items.push_back({tensor.data_ptr(), DType::kUInt8, target + offset, DType::kUInt8,
+                     static_cast<int64_t>(tensor.nbytes())});
     offset += tensor.nbytes();
   }
   if (offset > out.nbytes()) {
@@ -106,6 +119,7 @@ void bind_reducer(py::module_& module) {
           py::call_guard<py::gil_scoped_release>(),
           "To be called with a forward's output tensors: their backward is a round if synchronize.")
       .def("detach_hooks", &Reducer::detach_hooks, "Removes every hook; the module may live on.")
+      .def("published", &Reducer::published, "Units handed to the round since the last one began.")
       .def("counters", &counters, "What report.Report shows, by name.")
       .def("units", &units, "(alone, nbytes, parameters) of every unit.")
       .def_property_readonly("last_round_had_unused", &Reducer::last_round_had_unused,

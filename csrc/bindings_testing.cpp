@@ -1,9 +1,11 @@
 // Pure cores as Python sees them, for property tests only.
 #include <pybind11/stl.h>
 
+#include "base/error.h"
 #include "bindings.h"
 #include "bucket/layout.h"
 #include "bucket/round.h"
+#include "collective/convert.h"
 #include "transport/block_allocator.h"
 
 namespace py = pybind11;
@@ -16,12 +18,11 @@ using UnitTuple = std::tuple<bool, int64_t, std::vector<std::pair<int, int64_t>>
 
 // (alone, number of elements, [(parameter, first element)]) per unit, all of float32.
 std::vector<UnitTuple> layout(const std::vector<int64_t>& sizes, const std::vector<int>& order,
-                              size_t alone_nbytes, size_t first_cap_nbytes, size_t cap_nbytes) {
+                              size_t alone_nbytes, const std::vector<size_t>& caps_nbytes) {
   std::vector<ParameterSpec> parameters;
-  for (const int64_t size : sizes) parameters.push_back({size, DType::kFloat32, 0});
+  for (const int64_t size : sizes) parameters.push_back({size, DType::kFloat32});
   std::vector<UnitTuple> result;
-  for (const Unit& unit :
-       make_layout(parameters, order, {alone_nbytes, cap_nbytes, first_cap_nbytes})) {
+  for (const Unit& unit : make_layout(parameters, order, {alone_nbytes, caps_nbytes})) {
     std::vector<std::pair<int, int64_t>> members;
     for (const Member& member : unit.members) members.emplace_back(member.parameter, member.begin);
     result.emplace_back(unit.alone, unit.num_elements, std::move(members));
@@ -43,6 +44,22 @@ std::vector<int> members_of(int size, const std::vector<int>& first,
   return members;
 }
 
+DType floating_type(const std::string& name) {
+  for (int d = 0; d < kNumDTypes; ++d) {
+    if (is_convertible(static_cast<DType>(d)) && name == dtype_name(static_cast<DType>(d))) {
+      return static_cast<DType>(d);
+    }
+  }
+  throw UsageError(name + " is not a floating type");
+}
+
+// Memory is given by address: this file knows no tensors.
+void convert_memory(const std::string& from, uintptr_t source, const std::string& to,
+                    uintptr_t target, int64_t num_elements, int isa) {
+  convert(floating_type(from), reinterpret_cast<const void*>(source), floating_type(to),
+          reinterpret_cast<void*>(target), num_elements, static_cast<Isa>(isa));
+}
+
 }  // namespace
 
 void bind_testing(py::module_& module) {
@@ -57,7 +74,13 @@ void bind_testing(py::module_& module) {
       .def_property_readonly("used_nbytes", &BlockAllocator::used_nbytes, "In live blocks.")
       .def_property_readonly("high_water", &BlockAllocator::high_water, "Highest end so far.");
   testing.def("layout", &layout, py::arg("sizes"), py::arg("order"), py::arg("alone_nbytes"),
-              py::arg("first_cap_nbytes"), py::arg("cap_nbytes"), "Units of float32 parameters.");
+              py::arg("caps_nbytes"), "Units of float32 parameters.");
+  testing.def("convert", &convert_memory, py::arg("from_dtype"), py::arg("source"),
+              py::arg("to_dtype"), py::arg("target"), py::arg("num_elements"), py::arg("isa"),
+              "Converts floats at one address to floats of another type at another.");
+  testing.def(
+      "best_isa", [] { return static_cast<int>(detect_isa()); },
+      "The largest `isa` that convert() takes here.");
   testing.def("bitmap_union", &members_of, py::arg("size"), py::arg("first"), py::arg("second"),
               "Members of the union of two bitmaps.");
 }

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class Devices:
 def resolve_devices(
     device_ids: list[int | torch.device] | None,
     output_device: int | torch.device | None,
-    parameters: list[torch.nn.Parameter],
+    parameters: list[torch.Tensor],
 ) -> Devices:
     """Checks the arguments against where the parameters are; the errors are torch's."""
     if device_ids is not None and len(device_ids) > 1:
@@ -127,24 +128,101 @@ class BucketCaps:
     """Sizes at which buckets are closed.
 
     Attributes:
-        cap_nbytes: of a bucket.
-        first_cap_nbytes: of the first one.
+        caps_nbytes: of successive buckets of one dtype; the last is that of all further ones.
+        given_nbytes: those of bucket_cap_mb_list.
         is_default: nobody asked for a size.
     """
 
-    cap_nbytes: int
-    first_cap_nbytes: int
+    caps_nbytes: list[int]
+    given_nbytes: list[int]
     is_default: bool
 
+    @property
+    def largest_nbytes(self) -> int:
+        return max(self.caps_nbytes)
 
-def resolve_bucket_caps(cap_mb: float | None) -> BucketCaps:
-    """Sizes from MiB; less than a byte means every parameter alone."""
+
+def resolve_bucket_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> BucketCaps:
+    """Sizes from MiB; a list wins. Less than a byte means every parameter alone."""
+    for name, sizes in (("bucket_cap_mb", [cap_mb]), ("bucket_cap_mb_list", cap_mb_list or [])):
+        for size in sizes:
+            if size is not None and not (isinstance(size, (int, float)) and math.isfinite(size)):
+                raise UsageError(f"{name} must hold finite numbers of MiB, got {size!r}")
+    if cap_mb_list:
+        nbytes = [max(1, int(size * _MIB)) for size in cap_mb_list]
+        return BucketCaps(nbytes, nbytes, False)
     if cap_mb is None:
-        return BucketCaps(_DEFAULT_BUCKET_NBYTES, _DEFAULT_FIRST_BUCKET_NBYTES, True)
-    if not (isinstance(cap_mb, (int, float)) and math.isfinite(cap_mb)):
-        raise UsageError(f"bucket_cap_mb must be a finite number of MiB, got {cap_mb!r}")
-    nbytes = max(1, int(cap_mb * _MIB))
-    return BucketCaps(nbytes, nbytes, False)
+        return BucketCaps([_DEFAULT_FIRST_BUCKET_NBYTES, _DEFAULT_BUCKET_NBYTES], [], True)
+    return BucketCaps([max(1, int(cap_mb * _MIB))], [], False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Delayed:
+    """Parameters whose reduction starts with another's gradient; none by default.
+
+    Attributes:
+        parameters: by name; they may live outside the module.
+        gate: the parameter that is waited for.
+    """
+
+    parameters: dict[str, torch.nn.Parameter] = dataclasses.field(default_factory=dict)
+    gate: torch.nn.Parameter | None = None
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        return any(parameter is other for other in self.parameters.values())
+
+    def settings(self, names: list[str], parameters: list[torch.Tensor]) -> dict[str, Any]:
+        """Indices of the delayed ones and of the gate among all parameters."""
+        gate = -1
+        if self.gate is not None:
+            places = [index for index, other in enumerate(parameters) if other is self.gate]
+            if not places or not self.gate.requires_grad:
+                raise UsageError(
+                    "param_to_hook_all_reduce must be a parameter of the module, or one of "
+                    "delay_all_reduce_named_params, that requires a gradient; got one of shape "
+                    f"{tuple(self.gate.shape)} with requires_grad={self.gate.requires_grad} that "
+                    + (f"is {names[places[0]]}" if places else "is none of them")
+                )
+            gate = places[0]
+        delayed = [index for index, other in enumerate(parameters) if self.holds(other)]
+        return {"delayed": delayed, "gate": gate}
+
+
+def resolve_delayed(
+    named: Iterable[tuple[str, torch.nn.Parameter]] | None,
+    gate: torch.nn.Parameter | None,
+    module: torch.nn.Module,
+) -> Delayed:
+    """Checks what can be checked before all parameters are known."""
+    if (named is None) != (gate is None):
+        raise UsageError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce "
+            "need to be set at the same time."
+        )
+    if named is None:
+        return Delayed()
+    delayed: dict[str, torch.nn.Parameter] = {}
+    of_module = dict(module.named_parameters(remove_duplicate=False))
+    for name, parameter in named:
+        if any(parameter is other for other in delayed.values()):
+            continue
+        if of_module.get(name, parameter) is not parameter or name in delayed:
+            raise UsageError(
+                f"delay_all_reduce_named_params names {name}, but another parameter has this name"
+            )
+        delayed[name] = parameter
+    return Delayed(delayed, gate)
+
+
+def resolve_wire_dtype(wire_dtype: torch.dtype | None) -> str | None:
+    """The name of the half type that wider gradients travel in; None: they travel as they are."""
+    if wire_dtype is None:
+        return None
+    if wire_dtype not in (torch.bfloat16, torch.float16):
+        raise UsageError(
+            f"wire_dtype must be torch.bfloat16, torch.float16 or None, got {wire_dtype!r}"
+        )
+    return str(wire_dtype).removeprefix("torch.")
 
 
 def check_environment() -> None:

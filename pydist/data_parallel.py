@@ -18,8 +18,10 @@ from pydist._arguments import (
     default_group,
     resolve_bucket_caps,
     resolve_buffer_sync,
+    resolve_delayed,
     resolve_devices,
     resolve_group,
+    resolve_wire_dtype,
 )
 from pydist._buffers import synchronize_buffers
 from pydist._engine import group_engine
@@ -36,12 +38,7 @@ _USER_STACKLEVEL = 6
 
 # Arguments of torch's DDP that are refused for now, with the values that mean "not used".
 _NOT_YET: dict[str, Any] = {
-    "delay_all_reduce_named_params": None,
-    "param_to_hook_all_reduce": None,
     "mixed_precision": None,
-    "skip_all_reduce_unused_params": False,
-    "bucket_cap_mb_list": None,
-    "batched_grad_copy": False,
 }
 
 
@@ -66,13 +63,29 @@ class DataParallel(DistributedDataParallel):
         init_sync: verify the model across ranks, and send the first rank's state, at the start.
         process_group, device_mesh: the ranks, as a group or as a 1-D mesh (or one dimension of a
             larger mesh); default: all.
-        bucket_cap_mb: small gradients travel together in buckets of about this many MiB;
-            default 25, and 1 for the first.
+        bucket_cap_mb, bucket_cap_mb_list: small gradients travel together in buckets of about this
+            many MiB; default 25, and 1 for the first. A list has the sizes of successive buckets,
+            the last that of all further ones, and wins.
         find_unused_parameters: parameters that a step does not use are always handled; True says
             that they are expected, else the first such step warns with their names.
         check_reduction: deprecated, as in torch.
         gradient_as_bucket_view: ``.grad`` are views of the buckets that are reduced.
         static_graph: promises that every step uses the same parameters; warns when one does not.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: pairs of name and parameter, which
+            may be the module's or not, that travel together, and not before the gradient of the
+            other argument, a parameter, is there (or backward ends). They are among the parameters
+            that start as the first rank has them.
+        skip_all_reduce_unused_params: over a process group, what no rank used in the last step
+            travels only if this one turns out to use it, and then at the end of backward. Ranks may
+            use what they like in any step. Shared memory moves what is used anyway.
+        batched_grad_copy: changes nothing: gradients are always copied into a bucket in one pass.
+        wire_dtype: torch.bfloat16 or torch.float16: gradients of wider types travel in this one,
+            which halves the bytes of float32. Each rank's contribution is rounded to it once (to
+            nearest, ties to even), sums are taken in float32 in rank order, and the mean is rounded
+            once more; ``.grad`` keeps its own type. What is too large for float16 (beyond 65504)
+            arrives as infinity on every rank, where GradScaler finds it; bfloat16 has float32's
+            range. A type that is not narrower than a gradient's own changes nothing for it. One
+            rank alone rounds nothing.
 
     Raises:
         MismatchError: models differ between ranks; on every rank, naming rank and parameter.
@@ -102,6 +115,8 @@ class DataParallel(DistributedDataParallel):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -134,7 +149,16 @@ class DataParallel(DistributedDataParallel):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._device_arguments = (device_ids, output_device)
-        self._bucket_caps = resolve_bucket_caps(bucket_cap_mb)
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self._bucket_caps = resolve_bucket_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = self._bucket_caps.largest_nbytes
+        self.bucket_bytes_cap_list = self._bucket_caps.given_nbytes
+        self.bucket_bytes_cap_default = self._bucket_caps.is_default
+        self._delayed = resolve_delayed(
+            delay_all_reduce_named_params, param_to_hook_all_reduce, module
+        )
+        self._wire_dtype = resolve_wire_dtype(wire_dtype)
         self._warned_unused = False
         self._build(init_sync)
 
@@ -146,7 +170,8 @@ class DataParallel(DistributedDataParallel):
         with self._engine.all_or_none(f"wrapping {self._model_name}"):
             check_environment()
             self._names, parameters = self._trainable_candidates()
-            self._place()
+            settings = self._reducer_settings(parameters)
+            self._place(parameters)
             adopt_sync_batchnorm(self.module)
         if init_sync:
             verify_models(self._engine, self._model_name, describe_tensors(self._state()))
@@ -162,12 +187,12 @@ class DataParallel(DistributedDataParallel):
             size=self._engine.size,
             timeout_s=self._engine.timeout_s,
             global_ranks=self._engine.global_ranks,
-            settings=self._reducer_settings(),
+            settings=settings,
         )
 
-    def _place(self) -> None:
+    def _place(self, parameters: list[torch.Tensor]) -> None:
         """Where the module is, in torch's attributes."""
-        where = resolve_devices(*self._device_arguments, self._module_parameters)
+        where = resolve_devices(*self._device_arguments, parameters)
         self.device_ids, self.output_device = where.device_ids, where.output_device
         self.device, self.device_type = where.device, where.device.type
         self.is_multi_device_module = where.multi
@@ -177,18 +202,23 @@ class DataParallel(DistributedDataParallel):
         return {
             "bucket_cap_mb": dataclasses.asdict(self._bucket_caps),
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "wire_dtype": self._wire_dtype,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "delayed parameters": self._delayed.settings(self._names, parameters),
             "number of parameters": len(parameters),
             "elements of each parameter": [p.numel() for p in parameters],
             "dtype of each parameter": [str(p.dtype) for p in parameters],
         }
 
-    def _reducer_settings(self) -> dict[str, Any]:
+    def _reducer_settings(self, parameters: list[torch.Tensor]) -> dict[str, Any]:
         """What the C++ reducer reads (see bindings_reducer.cpp)."""
         return {
             "name": self._model_name,
-            "bucket_cap_nbytes": self._bucket_caps.cap_nbytes,
-            "first_cap_nbytes": self._bucket_caps.first_cap_nbytes,
+            "bucket_caps_nbytes": self._bucket_caps.caps_nbytes,
+            "skip_unused": self.skip_all_reduce_unused_params,
             "bucket_view": self.gradient_as_bucket_view,
+            "wire_dtype": self._wire_dtype,
+            **self._delayed.settings(self._names, parameters),
         }
 
     @property
@@ -203,7 +233,7 @@ class DataParallel(DistributedDataParallel):
         """Every parameter that could have a gradient: frozen ones too, for they may thaw."""
         names: list[str] = []
         parameters: list[torch.Tensor] = []
-        for name, parameter in self._not_ignored(self.module.named_parameters()):
+        for name, parameter in self._all_parameters():
             check_parameter(name, parameter)
             if parameter.is_floating_point() or parameter.is_complex():
                 names.append(name)
@@ -217,10 +247,19 @@ class DataParallel(DistributedDataParallel):
 
     def _state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Kind, name and tensor of all that ranks must agree on."""
-        for name, parameter in self._not_ignored(self.module.named_parameters()):
+        for name, parameter in self._all_parameters():
             yield "parameter", name, parameter
         for name, buffer in self._not_ignored(self.module.named_buffers()):
             yield "buffer", name, buffer
+
+    def _all_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Those of the module, and delayed ones that are not among them."""
+        of_module = dict(self._not_ignored(self.module.named_parameters()))
+        yield from of_module.items()
+        known = {id(parameter) for parameter in of_module.values()}
+        for name, parameter in self._delayed.parameters.items():
+            if id(parameter) not in known:
+                yield name, parameter
 
     def _not_ignored(self, named: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
         return ((name, tensor) for name, tensor in named if name not in self.parameters_to_ignore)

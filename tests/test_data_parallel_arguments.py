@@ -278,12 +278,7 @@ def test_device_arguments(transport: Transport) -> None:
 
 
 UNSUPPORTED: dict[str, Callable[[nn.Module], Any]] = {
-    "delay_all_reduce_named_params": lambda module: list(module.named_parameters())[:1],
-    "param_to_hook_all_reduce": lambda module: next(module.parameters()),
     "mixed_precision": lambda module: nn.parallel.distributed._MixedPrecision(torch.bfloat16),
-    "skip_all_reduce_unused_params": lambda module: True,
-    "bucket_cap_mb_list": lambda module: [1, 2],
-    "batched_grad_copy": lambda module: True,
 }
 
 

@@ -17,8 +17,9 @@ namespace pydist {
 // elements.
 struct ParameterSpec {
   int64_t num_elements = 0;
-  DType dtype = DType::kFloat32;
-  int group = 0;  // parameters of different groups never share a bucket
+  DType dtype = DType::kFloat32;  // in which the gradient travels
+  int group = 0;                  // parameters of different groups never share a bucket
+  bool flat = false;              // in one bucket of its group and dtype, whatever the sizes
 
   size_t nbytes() const { return static_cast<size_t>(num_elements) * dtype_nbytes(dtype); }
 };
@@ -38,11 +39,11 @@ struct Unit {
 };
 
 struct LayoutOptions {
-  size_t alone_nbytes =
-      size_t{32} << 10;  // gradients of at least this size are units of their own; SIZE_MAX: none
-  size_t bucket_cap_nbytes = size_t{25} << 20;  // a bucket is closed once it has reached this size
-  size_t first_cap_nbytes = size_t{25}
-                            << 20;  // of the first bucket, which gates the start of communication
+  // Gradients of at least this size are units of their own; SIZE_MAX: none.
+  size_t alone_nbytes = size_t{32} << 10;
+  // A bucket is closed once it has reached its size: of the first bucket of a dtype and group, the
+  // second and so on; the last size is that of all further ones.
+  std::vector<size_t> caps_nbytes = {size_t{25} << 20};
 };
 
 // Fills units in the given order of parameters. Every parameter with elements is in exactly one

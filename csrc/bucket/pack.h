@@ -1,17 +1,25 @@
-// Copies many small gradients into one bucket, in one pass over the bucket. No torch.
+// Copies gradients into buckets and out of them, in one pass, converting where they travel in
+// another type. No torch.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
+
+#include "collective/dtype.h"
 
 namespace pydist {
 
+// Types differ only where both are floating.
 struct PackItem {
   const void* source = nullptr;  // null: zeros
+  DType from = DType::kUInt8;
   void* target = nullptr;
-  size_t nbytes = 0;
+  DType to = DType::kUInt8;
+  int64_t num_elements = 0;
 };
 
+void pack(const PackItem& item);
 void pack(const std::vector<PackItem>& items);
 
 }  // namespace pydist

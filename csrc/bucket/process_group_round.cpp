@@ -22,18 +22,7 @@ constexpr double kTimeoutShare = 0.9;  // of the timeout: whoever waited that lo
 constexpr double kCheck_s = 0.1;       // between looks at signals and at peers' failures
 constexpr double kSign_s = 1;          // for the others to say that they have noticed a failure too
 
-at::ScalarType torch_dtype(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat64:
-      return at::kDouble;
-    case DType::kFloat16:
-      return at::kHalf;
-    case DType::kBFloat16:
-      return at::kBFloat16;
-    default:
-      return at::kFloat;
-  }
-}
+bool is_half(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
 
 }  // namespace
 
@@ -44,38 +33,54 @@ ProcessGroupRound::ProcessGroupRound(c10::intrusive_ptr<c10d::ProcessGroup> grou
       options_(std::move(options)),
       memory_(options_.units.size()),
       published_(options_.units.size(), false),
+      postponed_(options_.units.size(), false),
       records_(group_->getSize(), RoundRecord(options_.num_parameters)) {}
 
 std::string ProcessGroupRound::describe(int rank) const { return concat("rank ", rank); }
 
-at::Tensor& ProcessGroupRound::memory(int unit) {
-  at::Tensor& tensor = memory_[unit];
-  if (!tensor.defined()) {
-    const Unit& what = options_.units[unit];
-    tensor = at::zeros({what.num_elements}, at::TensorOptions(torch_dtype(what.dtype)));
+ProcessGroupRound::Memory& ProcessGroupRound::memory(int unit) {
+  Memory& made = memory_[unit];
+  const Unit& what = options_.units[unit];
+  if (is_half(what.dtype)) {
+    if (!made.slices) {
+      made.slices = std::make_shared<SlicedMean>(group_, what.dtype, what.num_elements);
+    }
+  } else if (!made.whole.defined()) {
+    const at::ScalarType dtype = what.dtype == DType::kFloat64 ? at::kDouble : at::kFloat;
+    made.whole = at::zeros({what.num_elements}, at::TensorOptions(dtype));
   }
-  return tensor;
+  return made;
 }
 
-void* ProcessGroupRound::unit_memory(int unit) { return memory(unit).data_ptr(); }
+void* ProcessGroupRound::unit_memory(int unit) {
+  const Memory& made = memory(unit);
+  return made.slices ? made.slices->memory() : made.whole.data_ptr();
+}
 
 std::shared_ptr<void> ProcessGroupRound::hold_memory(int unit) {
-  auto held = std::make_shared<at::Tensor>(memory(unit));
-  return std::shared_ptr<void>(held, held->data_ptr());
+  auto held = std::make_shared<Memory>(memory(unit));
+  return std::shared_ptr<void>(held, unit_memory(unit));
 }
 
 void ProcessGroupRound::begin() {
   if (!failure_.empty()) raise_failed("backward");
   ++round_;
   next_ = 0;
+  ended_ = false;
   std::fill(published_.begin(), published_.end(), false);
+  std::fill(postponed_.begin(), postponed_.end(), false);
   launched_.clear();
 }
 
 // A process group needs the same order of calls on all ranks, so a unit waits for those before it.
 void ProcessGroupRound::publish(int unit, void*) {
   published_[unit] = true;
-  while (next_ < static_cast<int>(published_.size()) && published_[next_]) launch(next_++);
+  if (ended_) return launch(unit);
+  for (; next_ < static_cast<int>(published_.size()); ++next_) {
+    if (postponed_[next_]) continue;
+    if (!published_[next_]) return;
+    launch(next_);
+  }
 }
 
 void ProcessGroupRound::launch_rest() {
@@ -85,20 +90,27 @@ void ProcessGroupRound::launch_rest() {
 }
 
 void ProcessGroupRound::launch(int unit) {
-  const DType dtype = options_.units[unit].dtype;
-  const bool is_half = dtype == DType::kFloat16 || dtype == DType::kBFloat16;
-  Launched launched{unit, is_half ? memory(unit).to(at::kFloat) : memory(unit), nullptr};
-  std::vector<at::Tensor> tensors{launched.wire};
+  const Start all_reduce = [&] {
+    const Memory& made = memory(unit);
+    if (made.slices) return made.slices->exchange();
+    std::vector<at::Tensor> tensors{made.whole};
+    return group_->allreduce(tensors);
+  };
+  launched_.push_back({unit, start(reducing(unit), all_reduce)});
+}
+
+c10::intrusive_ptr<c10d::Work> ProcessGroupRound::start(const std::string& operation,
+                                                        const Start& collective) {
   try {
-    launched.work = group_->allreduce(tensors);
+    return collective();
   } catch (const std::exception& error) {
-    raise_lost("all-reducing " + options_.unit_names[unit], error.what(), 0);
+    raise_lost(operation, error.what(), 0);
   }
-  launched_.push_back(std::move(launched));
 }
 
 const std::vector<RoundRecord>& ProcessGroupRound::end(const RoundRecord& mine) {
   launch_rest();
+  ended_ = true;
   const size_t words = mine.used.words().size();
   at::Tensor sent = at::empty({static_cast<int64_t>(3 * words)}, at::TensorOptions(at::kLong));
   auto* out = reinterpret_cast<uint64_t*>(sent.data_ptr<int64_t>());
@@ -109,13 +121,7 @@ const std::vector<RoundRecord>& ProcessGroupRound::end(const RoundRecord& mine) 
   for (int r = 0; r < size(); ++r) received[0].push_back(at::empty_like(sent));
   std::vector<at::Tensor> inputs{sent};
   const std::string operation = "waiting for every rank to end backward";
-  c10::intrusive_ptr<c10d::Work> work;
-  try {
-    work = group_->allgather(received, inputs);
-  } catch (const std::exception& error) {
-    raise_lost(operation, error.what(), 0);
-  }
-  await(work, operation);
+  await(start(operation, [&] { return group_->allgather(received, inputs); }), operation);
   for (int r = 0; r < size(); ++r) {
     const auto* in = reinterpret_cast<const uint64_t*>(received[0][r].data_ptr<int64_t>());
     for (Bitmap* bitmap : {&records_[r].used, &records_[r].again, &records_[r].trainable}) {
@@ -126,14 +132,23 @@ const std::vector<RoundRecord>& ProcessGroupRound::end(const RoundRecord& mine) 
   return records_;
 }
 
+// Slices are gathered only now: a process group needs one order of calls on all ranks, and when an
+// exchange is through differs from rank to rank.
 void ProcessGroupRound::finish() {
-  for (Launched& launched : launched_) {
-    await(launched.work, "all-reducing " + options_.unit_names[launched.unit]);
-    launched.wire.mul_(1.0 / size());
-    if (!launched.wire.is_same(memory(launched.unit))) memory(launched.unit).copy_(launched.wire);
+  std::vector<Launched> gathers;
+  for (const Launched& launched : launched_) {
+    await(launched.work, reducing(launched.unit));
+    const Memory& made = memory(launched.unit);
+    if (made.slices) {
+      const Start gather = [&] { return made.slices->gather(); };
+      gathers.push_back({launched.unit, start(reducing(launched.unit), gather)});
+    } else {
+      made.whole.mul_(1.0 / size());
+    }
     moved_nbytes_ += options_.units[launched.unit].nbytes();
   }
   launched_.clear();
+  for (const Launched& gather : gathers) await(gather.work, reducing(gather.unit));
 }
 
 void ProcessGroupRound::await(const c10::intrusive_ptr<c10d::Work>& work,

@@ -1,15 +1,17 @@
 // The round over a torch process group: the fallback for ranks that share no memory. One all-reduce
-// per unit, in unit order.
+// per unit, in unit order; half types by slices (sliced_mean.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "bucket/round.h"
+#include "bucket/sliced_mean.h"
 #include "transport/store.h"
 
 namespace pydist {
@@ -28,6 +30,10 @@ class ProcessGroupRound final : public Round {
   bool reaches(const void*) const override { return false; }
   bool publishes_all() const override { return true; }
   void begin() override;
+  bool postpone(int unit) override {
+    postponed_[unit] = true;
+    return true;
+  }
   void publish(int unit, void* data) override;
   void progress() override {}
   const std::vector<RoundRecord>& end(const RoundRecord& mine) override;
@@ -37,15 +43,21 @@ class ProcessGroupRound final : public Round {
   bool drain() noexcept override;
 
  private:
-  // A unit on its way; half types travel as float32, so that their sum is rounded once.
+  // Made at first use: one of both.
+  struct Memory {
+    at::Tensor whole;
+    std::shared_ptr<SlicedMean> slices;
+  };
   struct Launched {
     int unit;
-    at::Tensor wire;
     c10::intrusive_ptr<c10d::Work> work;
   };
-  at::Tensor& memory(int unit);
+  using Start = std::function<c10::intrusive_ptr<c10d::Work>()>;
+  Memory& memory(int unit);
   void launch(int unit);
   void launch_rest();
+  c10::intrusive_ptr<c10d::Work> start(const std::string& operation, const Start& collective);
+  std::string reducing(int unit) const { return "all-reducing " + options_.unit_names[unit]; }
   void await(const c10::intrusive_ptr<c10d::Work>& work, const std::string& operation);
   [[noreturn]] void raise_failed(const std::string& operation);
   [[noreturn]] void raise_timeout(const std::string& operation);
@@ -56,8 +68,10 @@ class ProcessGroupRound final : public Round {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::unique_ptr<Store> store_;
   RoundOptions options_;
-  std::vector<at::Tensor> memory_;
+  std::vector<Memory> memory_;
   std::vector<bool> published_;
+  std::vector<bool> postponed_;
+  bool ended_ = false;
   std::vector<Launched> launched_;
   std::vector<RoundRecord> records_;
   uint64_t round_ = 0;

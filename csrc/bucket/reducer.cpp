@@ -14,7 +14,8 @@ namespace pydist {
 
 namespace {
 
-DType unit_dtype(const at::Tensor& tensor) {
+// Of the elements, or of their real and imaginary parts.
+DType real_dtype(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kFloat:
     case at::kComplexFloat:
@@ -33,22 +34,40 @@ DType unit_dtype(const at::Tensor& tensor) {
   }
 }
 
+DType wire_dtype(DType own, std::optional<DType> wire) {
+  return wire && dtype_nbytes(*wire) < dtype_nbytes(own) ? *wire : own;
+}
+
 }  // namespace
 
 RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
                            const std::vector<std::string>& names, const ReducerOptions& options) {
   std::vector<ParameterSpec> specs;
   std::vector<int> order;
+  const auto is_delayed = [&](size_t i) {
+    return std::find(options.delayed.begin(), options.delayed.end(), static_cast<int>(i)) !=
+           options.delayed.end();
+  };
   for (size_t i = 0; i < parameters.size(); ++i) {
     ParameterSpec spec;
-    spec.dtype = unit_dtype(parameters[i]);
+    spec.dtype = wire_dtype(real_dtype(parameters[i]), options.wire);
     spec.num_elements = parameters[i].numel() * (parameters[i].is_complex() ? 2 : 1);
+    PYDIST_CHECK(!options.bucket_view || spec.dtype == real_dtype(parameters[i]), UsageError,
+                 "the gradient of parameter ", names[i], " is ",
+                 toString(parameters[i].scalar_type()), " and cannot be a view of a bucket of ",
+                 dtype_name(spec.dtype),
+                 "; give either gradient_as_bucket_view=True or wire_dtype to ", options.name);
     // A bucket that `.grad` are views of has one dtype, complex or real.
     spec.group = options.bucket_view && parameters[i].is_complex() ? 1 : 0;
+    spec.flat = is_delayed(i);
+    if (spec.flat) spec.group += 2;
     specs.push_back(spec);
-    order.push_back(
-        static_cast<int>(parameters.size() - 1 - i));  // backward roughly reverses forward
   }
+  // Backward roughly reverses forward.
+  for (int i = static_cast<int>(parameters.size()) - 1; i >= 0; --i) {
+    if (!specs[i].flat) order.push_back(i);
+  }
+  order.insert(order.end(), options.delayed.rbegin(), options.delayed.rend());
   LayoutOptions layout = options.layout;
   if (options.bucket_view) layout.alone_nbytes = SIZE_MAX;
   RoundOptions round;
@@ -81,6 +100,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
     parameter.name = names[i];
     parameter.nbytes = parameters[i].nbytes();
     parameter.dtype = parameters[i].scalar_type();
+    parameter.element_dtype = real_dtype(parameters[i]);
     parameter.sizes = parameters[i].sizes().vec();
     parameter.strides = parameters[i].strides().vec();
     parameter.dense = parameters[i].is_non_overlapping_and_dense();
@@ -90,6 +110,9 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       parameters_[member.parameter].unit = static_cast<int>(u);
       parameters_[member.parameter].begin = member.begin;
     }
+  }
+  for (const int index : options_.delayed) {
+    if (parameters_[index].unit >= 0) states_[parameters_[index].unit].gated = true;
   }
   if (options_.born_in_arena && !options_.bucket_view) GradientAllocator::install();
 }
@@ -141,7 +164,7 @@ void Reducer::arm() {
   if (!options_.born_in_arena || options_.bucket_view) return;
   std::vector<size_t> sizes;
   for (const Parameter& parameter : parameters_) {
-    if (parameter.unit < 0 || !units_[parameter.unit].alone) continue;
+    if (parameter.unit < 0 || !units_[parameter.unit].alone || narrowed(parameter)) continue;
     if (parameter.variable.requires_grad() && !parameter.variable.grad().defined()) {
       sizes.push_back(parameter.nbytes);
     }
@@ -185,18 +208,29 @@ void Reducer::open_round(bool by_output) {
   open_ = true;
   by_output_ = by_output;
   if (by_output) expecting_ = false;
+  begin_units();
+  arm();
+}
+
+void Reducer::begin_units() {
   for (Parameter& parameter : parameters_) {
     parameter.ready = false;
     parameter.handed = nullptr;
   }
+  gate_open_ = false;
+  const bool choose = options_.skip_unused && counters_.num_rounds > 0;
   for (size_t u = 0; u < units_.size(); ++u) {
-    states_[u].published = false;
-    states_[u].missing = 0;
+    UnitState& state = states_[u];
+    state.published = false;
+    state.missing = state.gated ? 1 : 0;
+    state.late = choose;
     for (const Member& member : units_[u].members) {
-      states_[u].missing += parameters_[member.parameter].variable.requires_grad() ? 1 : 0;
+      state.missing += parameters_[member.parameter].variable.requires_grad() ? 1 : 0;
+      // Of the last round, and the same on all ranks.
+      if (used_by_any_.test(member.parameter)) state.late = false;
     }
+    state.late = state.late && round_->postpone(static_cast<int>(u));
   }
-  arm();
 }
 
 void Reducer::before_accumulation(int index, const std::vector<at::Tensor>& incoming) {
@@ -215,6 +249,7 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
   record_.used.set(index);
   expected_.arrived(parameter.nbytes);
   if (!open_ && expecting_ && round_->size() > 1) open_round(false);
+  if (open_ && index == options_.gate) open_gate(incoming);
   if (!open_ || parameter.unit < 0) return;
   const at::Tensor& gradient = parameter.variable.grad();
   PYDIST_CHECK(gradient.defined(), UsageError, "the gradient of parameter ", parameter.name,
@@ -234,10 +269,20 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
   round_->progress();
 }
 
+void Reducer::open_gate(const std::vector<at::Tensor>& incoming) {
+  if (gate_open_) return;
+  gate_open_ = true;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    if (!states_[u].gated || --states_[u].missing > 0) continue;
+    publish_ready(units_[u].members.front().parameter, incoming);
+  }
+}
+
 // All of the parameter's unit is ready.
 void Reducer::publish_ready(int index, const std::vector<at::Tensor>& incoming) {
   Parameter& parameter = parameters_[index];
   const int unit = parameter.unit;
+  if (states_[unit].late) return;
   if (!units_[unit].alone) {
     publish_packed(unit, bucket_reason());
     return;
@@ -265,7 +310,7 @@ void Reducer::publish_packed(int unit, const char* reason) {
 
 void Reducer::publish_missing(const Bitmap* wanted) {
   for (size_t u = 0; u < units_.size(); ++u) {
-    if (states_[u].published) continue;
+    if (states_[u].published || (wanted == nullptr && states_[u].late)) continue;
     bool any = wanted == nullptr;
     bool ready = false;
     for (const Member& member : units_[u].members) {
@@ -342,6 +387,14 @@ void Reducer::release_pins(bool quiet) noexcept {
     if (state.in_place != nullptr && quiet) Arena::instance().unpin(state.in_place);
     state.in_place = nullptr;
   }
+}
+
+std::vector<int> Reducer::published() const {
+  std::vector<int> units;
+  for (size_t u = 0; u < states_.size(); ++u) {
+    if (states_[u].published) units.push_back(static_cast<int>(u));
+  }
+  return units;
 }
 
 Bitmap Reducer::trainable() const {

@@ -25,6 +25,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,6 +33,7 @@
 #include "base/error.h"
 #include "bucket/gradient_allocator.h"
 #include "bucket/layout.h"
+#include "bucket/pack.h"
 #include "bucket/round.h"
 
 namespace pydist {
@@ -42,6 +44,10 @@ struct ReducerOptions {
   bool bucket_view = false;  // `.grad` are views of buckets
   bool static_graph = false;
   bool born_in_arena = true;  // arm the gradient allocator
+  std::optional<DType> wire;  // in which gradients of wider types travel
+  std::vector<int> delayed;   // parameters that wait for the gate's gradient, in units of their own
+  int gate = -1;              // a parameter
+  bool skip_unused = false;   // units that were unused in the round before travel only if needed
 };
 
 // What the reducer did since it was made.
@@ -71,6 +77,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void watch(const std::vector<at::Tensor>& outputs, bool synchronize);
   // Removes every hook; the module may live on.
   void detach_hooks();
+  // Units handed to the round since the last one began.
+  std::vector<int> published() const;
 
   const ReducerCounters& counters() const { return counters_; }
   const Round& round() const { return *round_; }
@@ -102,9 +110,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     int64_t begin = 0;  // first element within the unit
     size_t nbytes = 0;
     at::ScalarType dtype = at::kFloat;
-    std::vector<int64_t> sizes, strides;  // as planned; must stay
-    bool dense = true;                    // strides cover the storage without gaps or overlap
-    Accumulator accumulator;              // null until it requires grad
+    DType element_dtype = DType::kFloat32;  // real, also where the gradient is complex
+    std::vector<int64_t> sizes, strides;    // as planned; must stay
+    bool dense = true;                      // strides cover the storage without gaps or overlap
+    Accumulator accumulator;                // null until it requires grad
     torch::autograd::FunctionPreHook* pre_hook = nullptr;
     uintptr_t post_hook = 0;
     // Of this round:
@@ -115,7 +124,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     at::Tensor aside;        // `.grad` while its memory is published and autograd fills another
   };
   struct UnitState {
-    int missing = 0;  // trainable members that are not ready
+    int missing = 0;     // trainable members that are not ready, and the gate
+    bool gated = false;  // waits for the gate
+    bool late = false;   // nobody used it in the last round: travels after end(), if at all
     bool published = false;
     void* in_place = nullptr;  // the gradient's own memory, pinned
     at::Tensor bucket;         // bucket_view: what `.grad` are views of
@@ -132,16 +143,27 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void open_round(bool by_output);
   void close_round();
   void abandon_round(const std::string& reason) noexcept;
+  void begin_units();
+  void open_gate(const std::vector<at::Tensor>& incoming);
   void publish_ready(int index, const std::vector<at::Tensor>& incoming);
   const char* bucket_reason() const { return options_.bucket_view ? "bucket view" : "small"; }
   void publish_packed(int unit, const char* reason);
-  // Publishes what this rank still owes: units with a wanted member; all units where `wanted` is
-  // null.
+  // Publishes what this rank still owes: units with a wanted member; where `wanted` is null, all
+  // but the late ones.
   void publish_missing(const Bitmap* wanted);
   void second_round(const Bitmap& again);
   Bitmap trainable() const;
   void check_trainable(const std::vector<RoundRecord>& records) const;
   // Between gradients and units.
+  // The gradient travels in another type than its own.
+  bool narrowed(const Parameter& parameter) const {
+    return parameter.unit >= 0 && units_[parameter.unit].dtype != parameter.element_dtype;
+  }
+  int64_t num_elements(const Parameter& parameter) const {
+    return static_cast<int64_t>(parameter.nbytes / dtype_nbytes(parameter.element_dtype));
+  }
+  PackItem to_unit(const Parameter& parameter, const void* source) const;
+  PackItem from_unit(const Parameter& parameter, void* target) const;
   const char* why_not_in_place(const Parameter& parameter, const at::Tensor& gradient,
                                const std::vector<at::Tensor>& incoming) const;
   void check_present(const Parameter& parameter) const;
@@ -154,7 +176,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void add_second(int unit, const Bitmap& again, const at::Tensor& first);
   at::Tensor bucket_of(int unit);
   at::Tensor view_of(const Parameter& parameter);
-  at::Tensor element_view(const Parameter& parameter) const;
+  at::Tensor like_unit(const Parameter& parameter, void* memory) const;
+  void write_unit(const Parameter& parameter, const at::Tensor& gradient) const;
+  at::Tensor read_unit(const Parameter& parameter) const;
   uint8_t* member_memory(const Parameter& parameter) const;
   void release_pins(bool quiet) noexcept;
 
@@ -170,6 +194,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Bitmap used_first_;
   bool last_had_unused_ = false;
   bool open_ = false;       // a round is going on
+  bool gate_open_ = false;  // its gradient has come in this round
   int armed_task_ = -1;     // graph task of a backward that only accumulates
   bool by_output_ = false;  // the round was opened by an output's hook
   bool expecting_ = false;  // a parameter may open a round: see open_round()

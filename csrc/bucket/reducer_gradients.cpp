@@ -7,10 +7,7 @@
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <cstring>
-
 #include "base/check.h"
-#include "bucket/pack.h"
 #include "bucket/reducer.h"
 #include "transport/arena.h"
 
@@ -62,6 +59,7 @@ void check_memory(const std::string& name, const at::Tensor& gradient) {
 // detached from, which dies with this node, may be the second, and its base the third.
 const char* Reducer::why_not_in_place(const Parameter& parameter, const at::Tensor& gradient,
                                       const std::vector<at::Tensor>& incoming) const {
+  if (narrowed(parameter)) return "wire type";
   if (!round_->reaches(gradient.data_ptr())) return "not in the arena";
   if (gradient.requires_grad()) return "has a graph (create_graph)";
   if (!parameter.dense || !same_layout(parameter.variable, gradient)) return "other strides";
@@ -91,12 +89,43 @@ uint8_t* Reducer::member_memory(const Parameter& parameter) const {
          parameter.begin * element_nbytes;
 }
 
-// The parameter's part of its unit as a tensor shaped like the parameter.
-at::Tensor Reducer::element_view(const Parameter& parameter) const {
+PackItem Reducer::to_unit(const Parameter& parameter, const void* source) const {
+  return {source, parameter.element_dtype, member_memory(parameter), units_[parameter.unit].dtype,
+          num_elements(parameter)};
+}
+
+PackItem Reducer::from_unit(const Parameter& parameter, void* target) const {
+  return {member_memory(parameter), units_[parameter.unit].dtype, target, parameter.element_dtype,
+          num_elements(parameter)};
+}
+
+// `memory` as a tensor of the parameter's shape and type with its elements in the unit's order; new
+// memory where it is null.
+at::Tensor Reducer::like_unit(const Parameter& parameter, void* memory) const {
   const at::Tensor& variable = parameter.variable;
   const auto options = variable.options().requires_grad(false);
-  if (!parameter.dense) return at::from_blob(member_memory(parameter), variable.sizes(), options);
-  return at::from_blob(member_memory(parameter), variable.sizes(), variable.strides(), options);
+  const auto contiguous = c10::contiguous_strides(variable.sizes());
+  const at::IntArrayRef strides = parameter.dense ? variable.strides() : contiguous;
+  if (memory == nullptr) return at::empty_strided(variable.sizes(), strides, options);
+  return at::from_blob(memory, variable.sizes(), strides, options);
+}
+
+// The general way into the unit, for a gradient in whatever layout.
+void Reducer::write_unit(const Parameter& parameter, const at::Tensor& gradient) const {
+  if (!narrowed(parameter)) {
+    like_unit(parameter, member_memory(parameter)).copy_(gradient);
+    return;
+  }
+  const at::Tensor ordered = like_unit(parameter, nullptr).copy_(gradient);
+  pack(to_unit(parameter, ordered.data_ptr()));
+}
+
+// The parameter's part of its unit: the memory itself, or a copy in the parameter's type.
+at::Tensor Reducer::read_unit(const Parameter& parameter) const {
+  if (!narrowed(parameter)) return like_unit(parameter, member_memory(parameter));
+  at::Tensor values = like_unit(parameter, nullptr);
+  pack(from_unit(parameter, values.data_ptr()));
+  return values;
 }
 
 // The unit's memory as a tensor that keeps it alive, also when the reducer is gone.
@@ -181,11 +210,11 @@ void Reducer::pack_unit(int unit, bool only_again) {
       hand_over(parameter, gradient, gradient.storage().nbytes() == parameter.nbytes);
     }
     if (!gives) {
-      items.push_back({nullptr, target, parameter.nbytes});
+      items.push_back(to_unit(parameter, nullptr));
     } else if (!parameter.dense || !same_layout(parameter.variable, gradient)) {
-      element_view(parameter).copy_(gradient);
+      write_unit(parameter, gradient);
     } else if (gradient.data_ptr() != target) {
-      items.push_back({gradient.data_ptr(), target, parameter.nbytes});
+      items.push_back(to_unit(parameter, gradient.data_ptr()));
     } else if (!parameter.ready) {
       parameter.kept = gradient.clone();  // a bucket view that is reduced along with its neighbours
     }
@@ -231,18 +260,13 @@ void Reducer::deliver_packed(Parameter& parameter) {
     gradient.unsafeGetTensorImpl()->bump_version();
     return;
   }
-  if (!gradient.defined()) {
-    const at::Tensor& variable = parameter.variable;
-    gradient = parameter.dense
-                   ? at::empty_strided(variable.sizes(), variable.strides(), variable.options())
-                   : at::empty(variable.sizes(), variable.options());
-  }
+  if (!gradient.defined()) gradient = like_unit(parameter, nullptr);
   check_memory(parameter.name, gradient);
   if (parameter.dense && same_layout(parameter.variable, gradient) && !gradient.requires_grad()) {
-    std::memcpy(gradient.data_ptr(), member_memory(parameter), parameter.nbytes);
+    pack(from_unit(parameter, gradient.data_ptr()));
     gradient.unsafeGetTensorImpl()->bump_version();
   } else {
-    gradient.detach().copy_(element_view(parameter));
+    gradient.detach().copy_(read_unit(parameter));
   }
 }
 
@@ -256,7 +280,7 @@ void Reducer::add_second(int unit, const Bitmap& again, const at::Tensor& first)
     at::Tensor& gradient = parameter.variable.mutable_grad();
     if (parameter.aside.defined()) gradient = std::move(parameter.aside);
     parameter.aside = at::Tensor();
-    if (!first.defined()) gradient.detach().add_(element_view(parameter));
+    if (!first.defined()) gradient.detach().add_(read_unit(parameter));
   }
 }
 

@@ -73,10 +73,14 @@ class Round {
   virtual std::shared_ptr<void> hold_memory(int unit) = 0;
   // True if peers can reduce a unit where it lies, at `data`.
   virtual bool reaches(const void* data) const = 0;
-  // True if every unit must have been published before end(), by every rank.
+  // True if every unit that is not postponed must have been published before end(), by every rank.
   virtual bool publishes_all() const = 0;
 
   virtual void begin() = 0;
+  // Of a round that publishes all, after begin() and the same on all ranks: this unit will be
+  // published after end(), by all ranks in the same order, or not at all.
+  // False where the round takes no such promise.
+  virtual bool postpone(int) { return false; }
   // Hands the unit over: nobody but the round may touch `data` until finish() has returned or
   // drain() has.
   virtual void publish(int unit, void* data) = 0;

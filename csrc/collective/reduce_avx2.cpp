@@ -1,9 +1,11 @@
-// The reduction kernels for x86-64 processors with AVX2 and F16C; nothing on other architectures.
+// The reduction and conversion kernels for x86-64 processors with AVX2 and F16C; nothing on other
+// architectures.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
 #include <cstdint>
 
+#include "collective/convert_variants.h"
 #include "collective/reduce_variants.h"
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
@@ -28,10 +30,14 @@ inline HalfWords narrow_half(Floats floats) {
 }  // namespace pydist
 
 #include "collective/reduce_kernels.inl"
+// After it, whose elements it uses.
+#include "collective/convert_kernels.inl"
 
 namespace pydist {
 
 void reduce_avx2(DType dtype, ReduceOp op, const ReduceArgs& args) { reduce_any(dtype, op, args); }
+
+void convert_avx2(const ConvertArgs& args) { convert_any(args); }
 
 }  // namespace pydist
 

@@ -1,6 +1,8 @@
-// The reduction kernels for every processor of the architecture that the build was made for.
+// The reduction and conversion kernels for every processor of the architecture that the build was
+// made for.
 #include <cstdint>
 
+#include "collective/convert_variants.h"
 #include "collective/reduce_variants.h"
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
@@ -46,11 +48,15 @@ inline HalfWords narrow_half(Floats floats) {
 }  // namespace pydist
 
 #include "collective/reduce_kernels.inl"
+// After it, whose elements it uses.
+#include "collective/convert_kernels.inl"
 
 namespace pydist {
 
 void reduce_baseline(DType dtype, ReduceOp op, const ReduceArgs& args) {
   reduce_any(dtype, op, args);
 }
+
+void convert_baseline(const ConvertArgs& args) { convert_any(args); }
 
 }  // namespace pydist
