@@ -33,6 +33,10 @@ DType unit_dtype(const at::Tensor& tensor) {
   }
 }
 
+bool has_buckets_only(const ReducerOptions& options) {
+  return options.bucket_view || options.comm_hook;
+}
+
 }  // namespace
 
 RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
@@ -43,14 +47,14 @@ RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
     ParameterSpec spec;
     spec.dtype = unit_dtype(parameters[i]);
     spec.num_elements = parameters[i].numel() * (parameters[i].is_complex() ? 2 : 1);
-    // A bucket that `.grad` are views of has one dtype, complex or real.
-    spec.group = options.bucket_view && parameters[i].is_complex() ? 1 : 0;
+    // What is one tensor to others has one dtype, complex or real.
+    spec.group = has_buckets_only(options) && parameters[i].is_complex() ? 1 : 0;
     specs.push_back(spec);
     order.push_back(
         static_cast<int>(parameters.size() - 1 - i));  // backward roughly reverses forward
   }
   LayoutOptions layout = options.layout;
-  if (options.bucket_view) layout.alone_nbytes = SIZE_MAX;
+  if (has_buckets_only(options)) layout.alone_nbytes = SIZE_MAX;
   RoundOptions round;
   round.units = make_layout(specs, order, layout);
   round.num_parameters = static_cast<int>(parameters.size());
@@ -83,7 +87,9 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
     parameter.dtype = parameters[i].scalar_type();
     parameter.sizes = parameters[i].sizes().vec();
     parameter.strides = parameters[i].strides().vec();
-    parameter.dense = parameters[i].is_non_overlapping_and_dense();
+    // A hook reads a bucket's gradients as row-major, whatever the parameter's strides.
+    parameter.dense = options_.comm_hook ? parameters[i].is_contiguous()
+                                         : parameters[i].is_non_overlapping_and_dense();
   }
   for (size_t u = 0; u < units_.size(); ++u) {
     for (const Member& member : units_[u].members) {
@@ -91,7 +97,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       parameters_[member.parameter].begin = member.begin;
     }
   }
-  if (options_.born_in_arena && !options_.bucket_view) GradientAllocator::install();
+  if (options_.born_in_arena && !has_buckets_only(options_)) GradientAllocator::install();
 }
 
 Reducer::~Reducer() {
@@ -138,7 +144,7 @@ UsageError Reducer::named(const UsageError& error) const {
 }
 
 void Reducer::arm() {
-  if (!options_.born_in_arena || options_.bucket_view) return;
+  if (!options_.born_in_arena || has_buckets_only(options_)) return;
   std::vector<size_t> sizes;
   for (const Parameter& parameter : parameters_) {
     if (parameter.unit < 0 || !units_[parameter.unit].alone) continue;
@@ -163,7 +169,7 @@ bool Reducer::task_accumulates() const {
 
 void Reducer::on_output(bool synchronize) {
   if (open_ || !task_accumulates()) return;
-  if (synchronize && round_->size() > 1) {
+  if (synchronize && reduces()) {
     open_round(true);
     return;
   }
@@ -211,7 +217,7 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
   if (incoming.empty() || !incoming[0].defined()) return;
   record_.used.set(index);
   expected_.arrived(parameter.nbytes);
-  if (!open_ && expecting_ && round_->size() > 1) open_round(false);
+  if (!open_ && expecting_ && reduces()) open_round(false);
   if (!open_ || parameter.unit < 0) return;
   const at::Tensor& gradient = parameter.variable.grad();
   PYDIST_CHECK(gradient.defined(), UsageError, "the gradient of parameter ", parameter.name,
@@ -226,7 +232,7 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
     record_.again.set(index);
   } else if (!parameter.ready) {
     parameter.ready = true;
-    if (--states_[parameter.unit].missing == 0) publish_ready(index, incoming);
+    if (--states_[parameter.unit].missing == 0 && !publish_late_) publish_ready(index, incoming);
   }
   round_->progress();
 }
@@ -289,6 +295,7 @@ void Reducer::close_round() {
   round_->finish();
   deliver(used_by_any_);
   if (again.any()) second_round(again);
+  publish_late_ = publish_late_ || (options_.comm_hook && again.any());
   if (counters_.num_rounds++ == 0) used_first_ = used_by_any_;
   last_had_unused_ = by_output_ && !unused_in_last_round().empty();
   record_.used.clear();
@@ -301,7 +308,7 @@ void Reducer::close_round() {
 void Reducer::second_round(const Bitmap& again) {
   const at::NoGradGuard no_grad;
   std::vector<std::pair<int, at::Tensor>> firsts;
-  round_->begin();
+  round_->begin_second();
   for (size_t u = 0; u < units_.size(); ++u) {
     const auto& members = units_[u].members;
     if (std::none_of(members.begin(), members.end(),

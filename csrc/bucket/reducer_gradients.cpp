@@ -91,12 +91,18 @@ uint8_t* Reducer::member_memory(const Parameter& parameter) const {
          parameter.begin * element_nbytes;
 }
 
+// Of the parameter's part of its unit.
+c10::DimVector Reducer::view_strides(const Parameter& parameter) {
+  const at::Tensor& variable = parameter.variable;
+  if (parameter.dense) return c10::DimVector(variable.strides());
+  return c10::contiguous_strides(variable.sizes());
+}
+
 // The parameter's part of its unit as a tensor shaped like the parameter.
 at::Tensor Reducer::element_view(const Parameter& parameter) const {
   const at::Tensor& variable = parameter.variable;
-  const auto options = variable.options().requires_grad(false);
-  if (!parameter.dense) return at::from_blob(member_memory(parameter), variable.sizes(), options);
-  return at::from_blob(member_memory(parameter), variable.sizes(), variable.strides(), options);
+  return at::from_blob(member_memory(parameter), variable.sizes(), view_strides(parameter),
+                       variable.options().requires_grad(false));
 }
 
 // The unit's memory as a tensor that keeps it alive, also when the reducer is gone.
@@ -120,12 +126,7 @@ at::Tensor Reducer::view_of(const Parameter& parameter) {
   const at::Tensor& variable = parameter.variable;
   const int64_t offset = parameter.begin / (variable.is_complex() ? 2 : 1);
   at::Tensor view = at::empty({0}, bucket.options());
-  if (parameter.dense) {
-    view.set_(bucket.storage(), offset, variable.sizes(), variable.strides());
-  } else {
-    view.set_(bucket.storage(), offset, variable.sizes(),
-              c10::contiguous_strides(variable.sizes()));
-  }
+  view.set_(bucket.storage(), offset, variable.sizes(), view_strides(parameter));
   return view;
 }
 
@@ -153,12 +154,13 @@ void Reducer::pack_unit(int unit, bool only_again) {
     if (gives) check_memory(parameter.name, gradient);
     if (!gives) {
       items.push_back({nullptr, target, parameter.nbytes});
+    } else if (gradient.data_ptr() == target && gradient.strides() == view_strides(parameter)) {
+      // A bucket view, which is reduced along with its neighbours.
+      if (!parameter.ready) parameter.kept = gradient.clone();
     } else if (!parameter.dense || !same_layout(parameter.variable, gradient)) {
       element_view(parameter).copy_(gradient);
-    } else if (gradient.data_ptr() != target) {
+    } else {
       items.push_back({gradient.data_ptr(), target, parameter.nbytes});
-    } else if (!parameter.ready) {
-      parameter.kept = gradient.clone();  // a bucket view that is reduced along with its neighbours
     }
   }
   pack(items);

@@ -77,6 +77,8 @@ class Round {
   virtual bool publishes_all() const = 0;
 
   virtual void begin() = 0;
+  // Another round of the same backward.
+  virtual void begin_second() { begin(); }
   // Hands the unit over: nobody but the round may touch `data` until finish() has returned or
   // drain() has.
   virtual void publish(int unit, void* data) = 0;
@@ -89,6 +91,8 @@ class Round {
 
   // Raises PeerError if a peer has failed or died.
   virtual void check() = 0;
+  // The same, also where it takes a message to know.
+  virtual void check_now() { check(); }
   // Tells all ranks that this one gives up, for good. Never throws.
   virtual void fail(const std::string& reason) noexcept = 0;
   // After a failure: waits until no peer touches this rank's memory any more; false if that cannot
