@@ -37,17 +37,19 @@ def check_comm_hook(hook: Any) -> None:
             "Communication hook must have a parameter named bucket: hook(state, bucket), "
             f"but it takes {signature}."
         )
-    annotation = signature.parameters["bucket"].annotation
-    if annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket"):
+    if not _says(signature.parameters["bucket"].annotation, GradBucket, "GradBucket"):
         raise UsageError("Communication hook: bucket annotation should be dist.GradBucket.")
-    if signature.return_annotation not in (
-        inspect.Signature.empty,
-        HookResult,
-        "torch.futures.Future[torch.Tensor]",
-    ):
+    if not _says(signature.return_annotation, HookResult, "Future[torch.Tensor]"):
         raise UsageError(
             "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
         )
+
+
+def _says(annotation: Any, expected: Any, text: str) -> bool:
+    """An annotation may be missing, say nothing, or be a string (from __future__)."""
+    if isinstance(annotation, str):
+        return annotation == "Any" or annotation.endswith(text)
+    return annotation in (inspect.Parameter.empty, Any, expected)
 
 
 def hook_name(hook: Any) -> str:
