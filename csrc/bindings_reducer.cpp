@@ -1,10 +1,13 @@
 // The reducer as Python sees it.
+#include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings.h"
+#include "bucket/hook_round.h"
 #include "bucket/pack.h"
 #include "bucket/process_group_round.h"
 #include "bucket/reducer.h"
@@ -35,7 +38,15 @@ ReducerOptions reducer_options(const py::dict& settings) {
   options.delayed = settings["delayed"].cast<std::vector<int>>();
   options.gate = settings["gate"].cast<int>();
   options.skip_unused = settings["skip_unused"].cast<bool>();
+  options.comm_hook = !settings["comm_hook"].is_none();
   return options;
+}
+
+// None where ranks average gradients themselves; else hook(state, bucket) of settings["comm_hook"].
+std::unique_ptr<c10d::CommHookInterface> make_comm_hook(const py::dict& settings) {
+  if (settings["comm_hook"].is_none()) return nullptr;
+  const auto [state, hook] = settings["comm_hook"].cast<std::pair<py::object, py::object>>();
+  return std::make_unique<c10d::PythonCommHook>(state, hook);
 }
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
@@ -45,21 +56,28 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
                                       int rank, int size, double timeout_s,
                                       std::vector<int> global_ranks, const py::dict& settings) {
   const ReducerOptions options = reducer_options(settings);
+  auto hook = make_comm_hook(settings);
   const py::gil_scoped_release no_gil;
   RoundOptions plan = Reducer::plan(parameters, names, options);
   plan.timeout_s = timeout_s;
   std::vector<Unit> units = plan.units;
-  std::unique_ptr<Store> meeting = wrap_c10d_store(std::move(store));
+  RoundOptions carried = hook ? HookRound::inner_options(plan) : plan;
   std::unique_ptr<Round> round;
   if (group) {
-    round = std::make_unique<ProcessGroupRound>(*group, std::move(meeting), std::move(plan));
+    round = std::make_unique<ProcessGroupRound>(*group, wrap_c10d_store(store), std::move(carried));
   } else {
     BoardOptions board;
     board.rank = rank;
     board.size = size;
     board.name = "the reducer of " + options.name;
     board.global_ranks = std::move(global_ranks);
-    round = SharedRound::create(*meeting, board, std::move(plan));
+    round = SharedRound::create(*wrap_c10d_store(store), board, std::move(carried));
+  }
+  if (hook) {
+    auto hook_store = c10::make_intrusive<c10d::PrefixStore>("comm_hook", std::move(store));
+    round = std::make_unique<HookRound>(std::move(round), std::move(hook),
+                                        wrap_c10d_store(std::move(hook_store)), parameters,
+                                        std::move(plan));
   }
   return std::make_shared<Reducer>(std::move(parameters), std::move(names), std::move(units),
                                    std::move(round), options);
@@ -126,6 +144,8 @@ void bind_reducer(py::module_& module) {
                              "True if no rank used some trainable parameter in the last round.")
       .def_property_readonly("last_round_changed", &Reducer::last_round_changed,
                              "True if the last round used other parameters than the first.")
+      .def_property_readonly("has_unreduced", &Reducer::has_unreduced,
+                             "True if gradients of backwards since the last round are waiting.")
       .def("unused_in_last_round", &Reducer::unused_in_last_round,
            "Indices of trainable parameters that no rank used in the last round.")
       .def("changed_since_first_round", &Reducer::changed_since_first_round,

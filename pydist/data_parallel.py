@@ -24,8 +24,10 @@ from pydist._arguments import (
     resolve_wire_dtype,
 )
 from pydist._buffers import synchronize_buffers
+from pydist._comm_hooks import Hook, builtin_hook, check_comm_hook, hook_name, reducer_hook
 from pydist._engine import group_engine
 from pydist._outputs import tensors_of
+from pydist._torch_surface import TorchReducer
 from pydist._verification import describe_tensors, verify_models, verify_settings
 from pydist.errors import UsageError
 from pydist.report import Report
@@ -160,6 +162,7 @@ class DataParallel(DistributedDataParallel):
         )
         self._wire_dtype = resolve_wire_dtype(wire_dtype)
         self._warned_unused = False
+        self._comm_hooks: list[tuple[Hook, Any]] = []
         self._build(init_sync)
 
     # -- construction ---------------------------------------------------------------------------
@@ -170,7 +173,7 @@ class DataParallel(DistributedDataParallel):
         with self._engine.all_or_none(f"wrapping {self._model_name}"):
             check_environment()
             self._names, parameters = self._trainable_candidates()
-            settings = self._reducer_settings(parameters)
+            self._reducer_settings(parameters)  # raises where they make no sense
             self._place(parameters)
             adopt_sync_batchnorm(self.module)
         if init_sync:
@@ -178,6 +181,9 @@ class DataParallel(DistributedDataParallel):
         verify_settings(self._engine, self._model_name, self._agreed_settings(parameters))
         if init_sync:
             self._engine.broadcast_tensors([tensor.detach() for _, _, tensor in self._state()])
+        self._make_reducer(parameters)
+
+    def _make_reducer(self, parameters: list[torch.Tensor]) -> None:
         self._reducer = _C.Reducer(
             parameters=parameters,
             names=self._names,
@@ -187,7 +193,7 @@ class DataParallel(DistributedDataParallel):
             size=self._engine.size,
             timeout_s=self._engine.timeout_s,
             global_ranks=self._engine.global_ranks,
-            settings=settings,
+            settings=self._reducer_settings(parameters),
         )
 
     def _place(self, parameters: list[torch.Tensor]) -> None:
@@ -217,6 +223,7 @@ class DataParallel(DistributedDataParallel):
             "bucket_caps_nbytes": self._bucket_caps.caps_nbytes,
             "skip_unused": self.skip_all_reduce_unused_params,
             "bucket_view": self.gradient_as_bucket_view,
+            "comm_hook": reducer_hook(self),
             "wire_dtype": self._wire_dtype,
             **self._delayed.settings(self._names, parameters),
         }
@@ -351,6 +358,61 @@ class DataParallel(DistributedDataParallel):
             self._build(init_sync=False)
         return Report.of(self._model_name, self._engine.transport, self._reducer)
 
+    # -- communication hooks --------------------------------------------------------------------
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Leaves communication to ``hook(state, bucket)``, which returns a future of the result.
+
+        To be called by all ranks, once, before the first backward. From then on gradients travel in
+        contiguous buckets of ``bucket_cap_mb``. The hook gets them in order, as
+        :class:`torch.distributed.GradBucket`, one after another: the next when the future for the
+        one before is complete. Gradients are not divided by the number of ranks. What the future
+        holds, a tensor of as many elements, becomes the gradients of the bucket's parameters.
+
+        An exception in the hook is raised by backward(); peers on which it was not raised raise
+        PeerError. After a backward in which it was raised on all ranks, training can go on.
+
+        Raises:
+            RuntimeError: a hook is registered already.
+            TypeError, UsageError: this is no hook.
+            MismatchError: ranks register different hooks.
+        """
+        check_comm_hook(hook)
+        self._set_comm_hook(hook, state, hook_name(hook))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """Registers the hook that torch.distributed.BuiltinCommHookType names."""
+        self._set_comm_hook(builtin_hook(comm_hook_type), self.process_group, str(comm_hook_type))
+
+    def _set_comm_hook(self, hook: Hook, state: Any, name: str) -> None:
+        if self._comm_hooks:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+        if self._reducer is None:  # a copy
+            self._build(init_sync=False)
+        if self._reducer.has_unreduced:
+            raise UsageError(
+                f"{self._model_name} has gradients that ranks have not averaged yet; register the "
+                "communication hook before the first backward"
+            )
+        verify_settings(self._engine, self._model_name, {"communication hook": name})
+        self._reducer.detach_hooks()
+        self._comm_hooks.append((hook, state))
+        self._comm_hook_name = name
+        _, parameters = self._trainable_candidates()
+        self._make_reducer(parameters)
+
+    @property
+    def reducer(self) -> TorchReducer:  # type: ignore[override]
+        """The private names of torch's reducer, for torch's own hooks."""
+        return TorchReducer(self)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
+        """True once a backward has shown torch's hooks which buckets there are."""
+        return bool(self._reducer is not None and self._reducer.counters()["num_rounds"])
+
     # -- copies ---------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
@@ -360,6 +422,7 @@ class DataParallel(DistributedDataParallel):
         for live in ("process_group", "_engine"):
             state.pop(live, None)
         state["_reducer"] = None
+        state["_comm_hooks"] = []  # as torch: hooks are to be registered again
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -371,13 +434,12 @@ class DataParallel(DistributedDataParallel):
     def _not_yet(self, *_args: Any, **_kwargs: Any) -> Any:
         """Not supported by pydist.DataParallel yet: raises NotImplementedError."""
         raise NotImplementedError(
-            "pydist.DataParallel does not support communication hooks, join(), fused optimizers "
-            "and DDP's logging data yet; use torch's DistributedDataParallel for these"
+            "pydist.DataParallel does not support join() and DDP's logging data yet; use torch's "
+            "DistributedDataParallel for these"
         )
 
-    join = join_hook = register_comm_hook = _not_yet
-    _register_comm_hook = _register_builtin_comm_hook = _register_buffer_comm_hook = _not_yet
-    _register_fused_optim = _get_ddp_logging_data = _set_static_graph = _not_yet
+    join = join_hook = _register_buffer_comm_hook = _not_yet
+    _get_ddp_logging_data = _set_static_graph = _not_yet
     _set_ddp_runtime_logging_sample_rate = _update_process_group = _not_yet
 
     def _remove_autograd_hooks(self) -> None:

@@ -30,8 +30,9 @@ PYTHON_LAYERS = [
     {"_import_checks", "_C"},
     {"_process_group"},
     {"_engine"},
-    {"collectives", "_buffers", "_mesh", "_outputs", "_verification", "report", "sync_batchnorm"},
-    {"_arguments"},
+    {"collectives", "_buffers", "_comm_hooks", "_mesh", "_outputs", "_verification"},
+    {"report", "sync_batchnorm"},
+    {"_arguments", "_torch_surface"},
     {"data_parallel"},
     {"__init__"},
 ]

@@ -181,6 +181,10 @@ void ProcessGroupRound::check() {
   if (!failure_.empty()) raise_failed("backward");
 }
 
+void ProcessGroupRound::check_now() {
+  if (!failure_.empty() || store_->check("failure")) raise_failed("backward");
+}
+
 void ProcessGroupRound::raise_failed(const std::string& operation) {
   if (failure_.empty()) failure_ = store_->get("failure");
   throw PeerError(concat(failure_, "; ", describe(rank()), " raises in round ", round_, ", ",

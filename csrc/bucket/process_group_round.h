@@ -39,6 +39,7 @@ class ProcessGroupRound final : public Round {
   const std::vector<RoundRecord>& end(const RoundRecord& mine) override;
   void finish() override;
   void check() override;
+  void check_now() override;
   void fail(const std::string& reason) noexcept override;
   bool drain() noexcept override;
 

@@ -38,6 +38,10 @@ DType wire_dtype(DType own, std::optional<DType> wire) {
   return wire && dtype_nbytes(*wire) < dtype_nbytes(own) ? *wire : own;
 }
 
+bool has_buckets_only(const ReducerOptions& options) {
+  return options.bucket_view || options.comm_hook;
+}
+
 }  // namespace
 
 RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
@@ -57,8 +61,8 @@ RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
                  toString(parameters[i].scalar_type()), " and cannot be a view of a bucket of ",
                  dtype_name(spec.dtype),
                  "; give either gradient_as_bucket_view=True or wire_dtype to ", options.name);
-    // A bucket that `.grad` are views of has one dtype, complex or real.
-    spec.group = options.bucket_view && parameters[i].is_complex() ? 1 : 0;
+    // What is one tensor to others has one dtype, complex or real.
+    spec.group = has_buckets_only(options) && parameters[i].is_complex() ? 1 : 0;
     spec.flat = is_delayed(i);
     if (spec.flat) spec.group += 2;
     specs.push_back(spec);
@@ -69,7 +73,7 @@ RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
   }
   order.insert(order.end(), options.delayed.rbegin(), options.delayed.rend());
   LayoutOptions layout = options.layout;
-  if (options.bucket_view) layout.alone_nbytes = SIZE_MAX;
+  if (has_buckets_only(options)) layout.alone_nbytes = SIZE_MAX;
   RoundOptions round;
   round.units = make_layout(specs, order, layout);
   round.num_parameters = static_cast<int>(parameters.size());
@@ -103,7 +107,9 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
     parameter.element_dtype = real_dtype(parameters[i]);
     parameter.sizes = parameters[i].sizes().vec();
     parameter.strides = parameters[i].strides().vec();
-    parameter.dense = parameters[i].is_non_overlapping_and_dense();
+    // A hook reads a bucket's gradients as row-major, whatever the parameter's strides.
+    parameter.dense = options_.comm_hook ? parameters[i].is_contiguous()
+                                         : parameters[i].is_non_overlapping_and_dense();
   }
   for (size_t u = 0; u < units_.size(); ++u) {
     for (const Member& member : units_[u].members) {
@@ -114,7 +120,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
   for (const int index : options_.delayed) {
     if (parameters_[index].unit >= 0) states_[parameters_[index].unit].gated = true;
   }
-  if (options_.born_in_arena && !options_.bucket_view) GradientAllocator::install();
+  if (options_.born_in_arena && !has_buckets_only(options_)) GradientAllocator::install();
 }
 
 Reducer::~Reducer() {
@@ -161,7 +167,7 @@ UsageError Reducer::named(const UsageError& error) const {
 }
 
 void Reducer::arm() {
-  if (!options_.born_in_arena || options_.bucket_view) return;
+  if (!options_.born_in_arena || has_buckets_only(options_)) return;
   std::vector<size_t> sizes;
   for (const Parameter& parameter : parameters_) {
     if (parameter.unit < 0 || !units_[parameter.unit].alone || narrowed(parameter)) continue;
@@ -186,7 +192,7 @@ bool Reducer::task_accumulates() const {
 
 void Reducer::on_output(bool synchronize) {
   if (open_ || !task_accumulates()) return;
-  if (synchronize && round_->size() > 1) {
+  if (synchronize && reduces()) {
     open_round(true);
     return;
   }
@@ -248,7 +254,7 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
   if (incoming.empty() || !incoming[0].defined()) return;
   record_.used.set(index);
   expected_.arrived(parameter.nbytes);
-  if (!open_ && expecting_ && round_->size() > 1) open_round(false);
+  if (!open_ && expecting_ && reduces()) open_round(false);
   if (open_ && index == options_.gate) open_gate(incoming);
   if (!open_ || parameter.unit < 0) return;
   const at::Tensor& gradient = parameter.variable.grad();
@@ -264,7 +270,7 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
     record_.again.set(index);
   } else if (!parameter.ready) {
     parameter.ready = true;
-    if (--states_[parameter.unit].missing == 0) publish_ready(index, incoming);
+    if (--states_[parameter.unit].missing == 0 && !publish_late_) publish_ready(index, incoming);
   }
   round_->progress();
 }
@@ -338,6 +344,7 @@ void Reducer::close_round() {
   round_->finish();
   deliver(used_by_any_);
   if (again.any()) second_round(again);
+  publish_late_ = publish_late_ || (options_.comm_hook && again.any());
   if (counters_.num_rounds++ == 0) used_first_ = used_by_any_;
   last_had_unused_ = by_output_ && !unused_in_last_round().empty();
   record_.used.clear();
@@ -350,7 +357,7 @@ void Reducer::close_round() {
 void Reducer::second_round(const Bitmap& again) {
   const at::NoGradGuard no_grad;
   std::vector<std::pair<int, at::Tensor>> firsts;
-  round_->begin();
+  round_->begin_second();
   for (size_t u = 0; u < units_.size(); ++u) {
     const auto& members = units_[u].members;
     if (std::none_of(members.begin(), members.end(),

@@ -11,6 +11,8 @@
 //                 else packed into the unit's own memory and copied back
 //   bucket        packed once all its trainable members are ready
 //
+// With bucket views, or a communication hook, all units are buckets.
+//
 // At the end ranks agree on who used which parameter. A parameter used on any rank is averaged over
 // all of them: whoever did not use it contributes its current `.grad`, zeros where there is none. A
 // parameter used nowhere keeps its `.grad` as it was. A parameter that became ready again after its
@@ -19,6 +21,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/DimVector.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -43,6 +46,7 @@ struct ReducerOptions {
   LayoutOptions layout;
   bool bucket_view = false;  // `.grad` are views of buckets
   bool static_graph = false;
+  bool comm_hook = false;     // units are buckets that a communication hook gets
   bool born_in_arena = true;  // arm the gradient allocator
   std::optional<DType> wire;  // in which gradients of wider types travel
   std::vector<int> delayed;   // parameters that wait for the gate's gradient, in units of their own
@@ -91,6 +95,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<int> unused_in_last_round() const;
   // Parameters whose use changed between the first round and the last.
   std::vector<int> changed_since_first_round() const;
+
+  // Gradients of backwards since the last round are waiting to be reduced.
+  bool has_unreduced() const { return record_.used.any(); }
 
   // Called by the hooks (reducer_hooks.cpp). guard() runs what may raise: it tells peers of an
   // error before the error goes on to Python.
@@ -153,6 +160,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void publish_missing(const Bitmap* wanted);
   void second_round(const Bitmap& again);
   Bitmap trainable() const;
+  bool reduces() const { return round_->size() > 1 || options_.comm_hook; }
   void check_trainable(const std::vector<RoundRecord>& records) const;
   // Between gradients and units.
   // The gradient travels in another type than its own.
@@ -176,6 +184,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void add_second(int unit, const Bitmap& again, const at::Tensor& first);
   at::Tensor bucket_of(int unit);
   at::Tensor view_of(const Parameter& parameter);
+  static c10::DimVector view_strides(const Parameter& parameter);
   at::Tensor like_unit(const Parameter& parameter, void* memory) const;
   void write_unit(const Parameter& parameter, const at::Tensor& gradient) const;
   at::Tensor read_unit(const Parameter& parameter) const;
@@ -198,6 +207,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int armed_task_ = -1;     // graph task of a backward that only accumulates
   bool by_output_ = false;  // the round was opened by an output's hook
   bool expecting_ = false;  // a parameter may open a round: see open_round()
+  // A communication hook gets every bucket once a backward: where parameters become ready again,
+  // buckets wait for the end of backward from then on.
+  bool publish_late_ = false;
 };
 
 }  // namespace pydist

@@ -99,13 +99,19 @@ PackItem Reducer::from_unit(const Parameter& parameter, void* target) const {
           num_elements(parameter)};
 }
 
+// Of the parameter's part of its unit.
+c10::DimVector Reducer::view_strides(const Parameter& parameter) {
+  const at::Tensor& variable = parameter.variable;
+  if (parameter.dense) return c10::DimVector(variable.strides());
+  return c10::contiguous_strides(variable.sizes());
+}
+
 // `memory` as a tensor of the parameter's shape and type with its elements in the unit's order; new
 // memory where it is null.
 at::Tensor Reducer::like_unit(const Parameter& parameter, void* memory) const {
   const at::Tensor& variable = parameter.variable;
   const auto options = variable.options().requires_grad(false);
-  const auto contiguous = c10::contiguous_strides(variable.sizes());
-  const at::IntArrayRef strides = parameter.dense ? variable.strides() : contiguous;
+  const auto strides = view_strides(parameter);
   if (memory == nullptr) return at::empty_strided(variable.sizes(), strides, options);
   return at::from_blob(memory, variable.sizes(), strides, options);
 }
@@ -149,12 +155,7 @@ at::Tensor Reducer::view_of(const Parameter& parameter) {
   const at::Tensor& variable = parameter.variable;
   const int64_t offset = parameter.begin / (variable.is_complex() ? 2 : 1);
   at::Tensor view = at::empty({0}, bucket.options());
-  if (parameter.dense) {
-    view.set_(bucket.storage(), offset, variable.sizes(), variable.strides());
-  } else {
-    view.set_(bucket.storage(), offset, variable.sizes(),
-              c10::contiguous_strides(variable.sizes()));
-  }
+  view.set_(bucket.storage(), offset, variable.sizes(), view_strides(parameter));
   return view;
 }
 
@@ -211,12 +212,13 @@ void Reducer::pack_unit(int unit, bool only_again) {
     }
     if (!gives) {
       items.push_back(to_unit(parameter, nullptr));
+    } else if (gradient.data_ptr() == target && gradient.strides() == view_strides(parameter)) {
+      // A bucket view, which is reduced along with its neighbours.
+      if (!parameter.ready) parameter.kept = gradient.clone();
     } else if (!parameter.dense || !same_layout(parameter.variable, gradient)) {
       write_unit(parameter, gradient);
-    } else if (gradient.data_ptr() != target) {
+    } else {
       items.push_back(to_unit(parameter, gradient.data_ptr()));
-    } else if (!parameter.ready) {
-      parameter.kept = gradient.clone();  // a bucket view that is reduced along with its neighbours
     }
   }
   pack(items);

@@ -81,6 +81,8 @@ class Round {
   // published after end(), by all ranks in the same order, or not at all.
   // False where the round takes no such promise.
   virtual bool postpone(int) { return false; }
+  // Another round of the same backward.
+  virtual void begin_second() { begin(); }
   // Hands the unit over: nobody but the round may touch `data` until finish() has returned or
   // drain() has.
   virtual void publish(int unit, void* data) = 0;
@@ -93,6 +95,8 @@ class Round {
 
   // Raises PeerError if a peer has failed or died.
   virtual void check() = 0;
+  // The same, also where it takes a message to know.
+  virtual void check_now() { check(); }
   // Tells all ranks that this one gives up, for good. Never throws.
   virtual void fail(const std::string& reason) noexcept = 0;
   // After a failure: waits until no peer touches this rank's memory any more; false if that cannot
