@@ -303,7 +303,7 @@ class DataParallel(DistributedDataParallel):
                 self._follow_changes()
             self._reducer.prepare(self.require_backward_grad_sync)
         if self.require_forward_param_sync and self.forward_sync_buffers:
-            synchronize_buffers(self._engine, self.modules_buffers)
+            synchronize_buffers(self._engine, self.module, self.modules_buffers)
         if self.device_ids:
             return self._moved(inputs, kwargs)
         return inputs, kwargs
