@@ -323,7 +323,7 @@ class DataParallel(DistributedDataParallel):
 
     def _follow_changes(self) -> None:
         """Parameters are others than at the last forward: takes them over, or raises."""
-        now = list(self._not_ignored(self.module.named_parameters()))
+        now = list(self._all_parameters())
         wrapped = self._reducer.parameters()
         lent = lent_tensors(wrapped, now)
         for name, tensor in lent:
