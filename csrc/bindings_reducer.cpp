@@ -1,4 +1,5 @@
 // The reducer as Python sees it.
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -29,6 +30,19 @@ std::optional<DType> wire_type(const py::object& name) {
   throw UsageError(concat("gradients cannot travel as ", name.cast<std::string>()));
 }
 
+// Called without the GIL, and destroyed on any thread.
+AverageSparse average_sparse(py::object callable) {
+  const std::shared_ptr<PyObject> shared(callable.release().ptr(), [](PyObject* object) {
+    if (Py_IsInitialized() == 0) return;
+    const py::gil_scoped_acquire gil;
+    Py_DECREF(object);
+  });
+  return [shared](const std::vector<at::Tensor>& parameters, int divisor, bool contributes) {
+    const py::gil_scoped_acquire gil;
+    py::handle(shared.get())(parameters, divisor, contributes);
+  };
+}
+
 ReducerOptions reducer_options(const py::dict& settings) {
   ReducerOptions options;
   options.name = settings["name"].cast<std::string>();
@@ -39,6 +53,8 @@ ReducerOptions reducer_options(const py::dict& settings) {
   options.gate = settings["gate"].cast<int>();
   options.skip_unused = settings["skip_unused"].cast<bool>();
   options.comm_hook = !settings["comm_hook"].is_none();
+  options.sparse = settings["sparse"].cast<std::vector<int>>();
+  options.average_sparse = average_sparse(settings["average_sparse"]);
   return options;
 }
 
@@ -103,6 +119,19 @@ py::list units(const Reducer& reducer) {
   return result;
 }
 
+// Indices of the tensors that somebody beside their Python objects holds, or whose memory another
+// tensor has too: a graph that saved them, or a view of them.
+std::vector<int> held_elsewhere(const py::list& tensors) {
+  std::vector<int> held;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(tensors.ptr(), i));
+    const bool alone =
+        tensor.use_count() == 1 && tensor.has_storage() && tensor.storage().use_count() == 1;
+    if (!alone) held.push_back(static_cast<int>(i));
+  }
+  return held;
+}
+
 // Copies contiguous tensors one after the other into `out`; for the benchmark.
 void pack_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& out, int iterations) {
   std::vector<PackItem> items;
@@ -117,6 +146,28 @@ void pack_tensors(const std::vector<at::Tensor>& tensors, const at::Tensor& out,
     throw UsageError(concat("pack: tensors have ", offset, " bytes, out only ", out.nbytes()));
   }
   for (int i = 0; i < iterations; ++i) pack(items);
+}
+
+// True if each dict's values are, one after the other, the very objects of its tuple. A few ns per
+// object, for it is asked before every forward.
+bool dicts_hold(const py::list& dicts, const py::list& values) {
+  for (size_t i = 0; i < dicts.size(); ++i) {
+    const auto dict = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(dicts.ptr(), i));
+    const py::handle expected = PyList_GET_ITEM(values.ptr(), i);
+    if (!PyDict_Check(dict.ptr()) || !PyTuple_Check(expected.ptr())) {
+      throw py::type_error("dicts_hold needs a list of dicts and a list of tuples");
+    }
+    const Py_ssize_t size = PyTuple_GET_SIZE(expected.ptr());
+    Py_ssize_t position = 0;
+    Py_ssize_t count = 0;
+    PyObject* value = nullptr;
+    while (PyDict_Next(dict.ptr(), &position, nullptr, &value) != 0) {
+      if (count == size || PyTuple_GET_ITEM(expected.ptr(), count) != value) return false;
+      ++count;
+    }
+    if (count != size) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -138,6 +189,11 @@ void bind_reducer(py::module_& module) {
           "To be called with a forward's output tensors: their backward is a round if synchronize.")
       .def("detach_hooks", &Reducer::detach_hooks, "Removes every hook; the module may live on.")
       .def("published", &Reducer::published, "Units handed to the round since the last one began.")
+      .def("replace", &Reducer::replace, py::arg("index"), py::arg("parameter"),
+           "The module has another tensor in a parameter's place, with the same layout.")
+      .def("parameters", &Reducer::parameters, "The parameters as they are watched now.")
+      .def("fail", &Reducer::fail, py::arg("reason"),
+           "Tells peers that this rank will not train on; they raise in their next round.")
       .def("counters", &counters, "What report.Report shows, by name.")
       .def("units", &units, "(alone, nbytes, parameters) of every unit.")
       .def_property_readonly("last_round_had_unused", &Reducer::last_round_had_unused,
@@ -150,6 +206,10 @@ void bind_reducer(py::module_& module) {
            "Indices of trainable parameters that no rank used in the last round.")
       .def("changed_since_first_round", &Reducer::changed_since_first_round,
            "Indices of parameters that only one of the first and the last round used.");
+  module.def("dicts_hold", &dicts_hold, py::arg("dicts"), py::arg("values"),
+             "True if each dict's values are, one after the other, the very objects of its tuple.");
+  module.def("held_elsewhere", &held_elsewhere, py::arg("tensors"),
+             "Indices of the tensors that a graph or another tensor holds, or shares memory with.");
   module.def("pack", &pack_tensors, py::arg("tensors"), py::arg("out"), py::arg("iterations") = 1,
              "Copies contiguous tensors one after the other into out; for the benchmark.");
   module.def("install_allocator", &GradientAllocator::install,

@@ -26,7 +26,9 @@ from pydist._arguments import (
 from pydist._buffers import synchronize_buffers
 from pydist._comm_hooks import Hook, builtin_hook, check_comm_hook, hook_name, reducer_hook
 from pydist._engine import group_engine
+from pydist._module_watch import ModuleWatch, find_replacements, lent_tensors
 from pydist._outputs import tensors_of
+from pydist._sparse import SparseMean, sparse_parameters
 from pydist._torch_surface import TorchReducer
 from pydist._verification import describe_tensors, verify_models, verify_settings
 from pydist.errors import UsageError
@@ -173,6 +175,8 @@ class DataParallel(DistributedDataParallel):
         with self._engine.all_or_none(f"wrapping {self._model_name}"):
             check_environment()
             self._names, parameters = self._trainable_candidates()
+            sparse = sparse_parameters(self.module)
+            self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
             self._reducer_settings(parameters)  # raises where they make no sense
             self._place(parameters)
             adopt_sync_batchnorm(self.module)
@@ -195,6 +199,7 @@ class DataParallel(DistributedDataParallel):
             global_ranks=self._engine.global_ranks,
             settings=self._reducer_settings(parameters),
         )
+        self._watch = ModuleWatch(self.module)
 
     def _place(self, parameters: list[torch.Tensor]) -> None:
         """Where the module is, in torch's attributes."""
@@ -214,6 +219,7 @@ class DataParallel(DistributedDataParallel):
             "number of parameters": len(parameters),
             "elements of each parameter": [p.numel() for p in parameters],
             "dtype of each parameter": [str(p.dtype) for p in parameters],
+            "parameters with sparse gradients": [self._names[i] for i in self._sparse],
         }
 
     def _reducer_settings(self, parameters: list[torch.Tensor]) -> dict[str, Any]:
@@ -226,6 +232,8 @@ class DataParallel(DistributedDataParallel):
             "comm_hook": reducer_hook(self),
             "wire_dtype": self._wire_dtype,
             **self._delayed.settings(self._names, parameters),
+            "sparse": self._sparse,
+            "average_sparse": SparseMean(self._engine),
         }
 
     @property
@@ -298,9 +306,11 @@ class DataParallel(DistributedDataParallel):
             self._build(init_sync=False)
         self._warn_of_last_round()
         if torch.is_grad_enabled():
+            if self._watch.changed():
+                self._follow_changes()
             self._reducer.prepare(self.require_backward_grad_sync)
         if self.require_forward_param_sync and self.forward_sync_buffers:
-            synchronize_buffers(self._engine, self.modules_buffers)
+            synchronize_buffers(self._engine, self.module, self.modules_buffers)
         if self.device_ids:
             return self._moved(inputs, kwargs)
         return inputs, kwargs
@@ -317,6 +327,33 @@ class DataParallel(DistributedDataParallel):
         else:
             self.require_forward_param_sync = False
         return output
+
+    def _follow_changes(self) -> None:
+        """Parameters are others than at the last forward: takes them over, or raises."""
+        now = list(self._all_parameters())
+        wrapped = self._reducer.parameters()
+        lent = lent_tensors(wrapped, now)
+        for name, tensor in lent:
+            if tensor.requires_grad:
+                raise UsageError(
+                    f"another tensor stands in place of parameter {name} of {self._model_name} for "
+                    "this forward (torch.func.functional_call?), and ranks would not average its "
+                    "gradient; call model.module this way, and average the gradients with "
+                    "pydist.all_reduce"
+                )
+        if lent:
+            return  # the parameters come back after this forward
+        try:
+            self._names, replaced = find_replacements(self._model_name, self._names, wrapped, now)
+            for index, parameter in replaced.items():
+                check_parameter(self._names[index], parameter)
+                self._reducer.replace(index, parameter)
+        except (UsageError, NotImplementedError, RuntimeError) as error:
+            text = f"on rank {self._engine.global_ranks[self._engine.rank]}, {error}"
+            if self.require_backward_grad_sync:
+                self._reducer.fail(text)
+            raise type(error)(text) from None
+        self._watch = ModuleWatch(self.module)
 
     def _moved(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments on the module's own device."""
@@ -419,7 +456,7 @@ class DataParallel(DistributedDataParallel):
         if self.process_group != default_group():
             raise RuntimeError("DataParallel can be copied or pickled with the default group only")
         state = dict(self.__dict__)
-        for live in ("process_group", "_engine"):
+        for live in ("process_group", "_engine", "_watch"):
             state.pop(live, None)
         state["_reducer"] = None
         state["_comm_hooks"] = []  # as torch: hooks are to be registered again

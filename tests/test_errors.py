@@ -209,6 +209,15 @@ def makes_sparse(rank: int, world_size: int) -> None:
     wavy_loss(model(torch.tensor([1, 2]))).backward()
 
 
+def removes(rank: int, world_size: int) -> None:
+    model = wrapped()
+    step(model, rank)
+    torch.distributed.barrier()
+    if rank == AT_FAULT:
+        model.module[2] = nn.Tanh()
+    step(model, rank)
+
+
 ROWS = {
     "wraps_another_shape": Row(wraps_another_shape, ("1.weight", "shape", "rank 1")),
     "wraps_another_dtype": Row(wraps_another_dtype, ("1.weight", "float64", "rank 1")),
@@ -218,6 +227,7 @@ ROWS = {
     "wraps_what_it_cannot": Row(wraps_what_it_cannot, ("0.weight", "meta")),
     "converts": Row(converts, ("0.weight", "Half", "Float", "rank 1")),
     "reshapes": Row(reshapes, ("0.weight", "strides", "rank 1")),
+    "removes": Row(removes, ("2.weight", "removed", "rank 1")),
     "freezes": Row(freezes, ("0.weight", "requires_grad", "rank 1")),
     "raises": Row(raises, ()),
     "dies": Row(dies, ("rank 1",)),

@@ -72,6 +72,7 @@ RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
     if (!specs[i].flat) order.push_back(i);
   }
   order.insert(order.end(), options.delayed.rbegin(), options.delayed.rend());
+  for (const int index : options.sparse) specs[index].num_elements = 0;  // in no unit
   LayoutOptions layout = options.layout;
   if (has_buckets_only(options)) layout.alone_nbytes = SIZE_MAX;
   RoundOptions round;
@@ -111,6 +112,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
     parameter.dense = options_.comm_hook ? parameters[i].is_contiguous()
                                          : parameters[i].is_non_overlapping_and_dense();
   }
+  for (const int index : options_.sparse) parameters_[index].sparse = true;
   for (size_t u = 0; u < units_.size(); ++u) {
     for (const Member& member : units_[u].members) {
       parameters_[member.parameter].unit = static_cast<int>(u);
@@ -253,19 +255,20 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
   Parameter& parameter = parameters_[index];
   if (incoming.empty() || !incoming[0].defined()) return;
   record_.used.set(index);
-  expected_.arrived(parameter.nbytes);
+  if (parameter.unit >= 0) expected_.arrived(parameter.nbytes);
   if (!open_ && expecting_ && reduces()) open_round(false);
   if (open_ && index == options_.gate) open_gate(incoming);
-  if (!open_ || parameter.unit < 0) return;
+  if (!open_) return;
   const at::Tensor& gradient = parameter.variable.grad();
   PYDIST_CHECK(gradient.defined(), UsageError, "the gradient of parameter ", parameter.name,
                " was gone as soon as it was accumulated: a post-accumulate hook set it to None "
                "(an optimizer step in backward, say), but ranks have not averaged it yet; step "
                "the optimizer after backward()");
+  if (parameter.unit < 0) return;
   PYDIST_CHECK(gradient.layout() == at::kStrided, UsageError, "the gradient of parameter ",
-               parameter.name,
-               " is sparse; sparse gradients cannot be reduced yet, build the "
-               "module with sparse=False");
+               parameter.name, " is sparse, but no Embedding or EmbeddingBag of ", options_.name,
+               " had it with sparse=True when it was wrapped; say so there, or keep the gradient "
+               "dense");
   if (states_[parameter.unit].published) {
     record_.again.set(index);
   } else if (!parameter.ready) {
@@ -345,6 +348,7 @@ void Reducer::close_round() {
   deliver(used_by_any_);
   if (again.any()) second_round(again);
   publish_late_ = publish_late_ || (options_.comm_hook && again.any());
+  average_sparse(used_by_any_, round_->size(), true);
   if (counters_.num_rounds++ == 0) used_first_ = used_by_any_;
   last_had_unused_ = by_output_ && !unused_in_last_round().empty();
   record_.used.clear();
@@ -430,7 +434,8 @@ std::vector<int> Reducer::unused_in_last_round() const {
   std::vector<int> unused;
   if (counters_.num_rounds == 0) return unused;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const bool expected = parameters_[i].variable.requires_grad() && parameters_[i].unit >= 0;
+    const bool expected = parameters_[i].variable.requires_grad() &&
+                          (parameters_[i].unit >= 0 || parameters_[i].sparse);
     if (expected && !used_by_any_.test(static_cast<int>(i))) unused.push_back(static_cast<int>(i));
   }
   return unused;

@@ -18,6 +18,9 @@
 // parameter used nowhere keeps its `.grad` as it was. A parameter that became ready again after its
 // unit was published (reentrant checkpointing) got a fresh `.grad` from autograd meanwhile; those
 // are reduced in a second round, and added.
+//
+// Parameters that are declared sparse are in no unit: those that any rank used are handed to
+// `average_sparse` at the end of the round.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,6 +44,12 @@
 
 namespace pydist {
 
+// Leaves the mean of the parameters' sparse gradients in `.grad`: their sum over ranks, divided by
+// `divisor`. Collective: all ranks give the same parameters, in the same order. A rank that does
+// not contribute takes part without gradients of its own, and its `.grad` stay as they are.
+using AverageSparse =
+    std::function<void(const std::vector<at::Tensor>& parameters, int divisor, bool contributes)>;
+
 struct ReducerOptions {
   std::string name = "DataParallel";  // for messages
   LayoutOptions layout;
@@ -52,6 +61,8 @@ struct ReducerOptions {
   std::vector<int> delayed;   // parameters that wait for the gate's gradient, in units of their own
   int gate = -1;              // a parameter
   bool skip_unused = false;   // units that were unused in the round before travel only if needed
+  std::vector<int> sparse;    // parameters whose gradients are sparse
+  AverageSparse average_sparse;
 };
 
 // What the reducer did since it was made.
@@ -83,6 +94,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void detach_hooks();
   // Units handed to the round since the last one began.
   std::vector<int> published() const;
+  // The module has another tensor in a parameter's place from now on; prepare() hooks it.
+  void replace(int index, at::Tensor variable);
+  std::vector<at::Tensor> parameters() const;
+  // Tells peers that this rank will not train on, before it raises elsewhere than in backward.
+  void fail(const std::string& reason) noexcept { round_->fail(reason); }
 
   const ReducerCounters& counters() const { return counters_; }
   const Round& round() const { return *round_; }
@@ -113,8 +129,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   struct Parameter {
     at::Tensor variable;
     std::string name;
-    int unit = -1;
-    int64_t begin = 0;  // first element within the unit
+    int unit = -1;        // none for what has no elements, or sparse gradients
+    bool sparse = false;  // declared so
+    int64_t begin = 0;    // first element within the unit
     size_t nbytes = 0;
     at::ScalarType dtype = at::kFloat;
     DType element_dtype = DType::kFloat32;  // real, also where the gradient is complex
@@ -159,6 +176,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // but the late ones.
   void publish_missing(const Bitmap* wanted);
   void second_round(const Bitmap& again);
+  void average_sparse(const Bitmap& used, int divisor, bool contributes);
   Bitmap trainable() const;
   bool reduces() const { return round_->size() > 1 || options_.comm_hook; }
   void check_trainable(const std::vector<RoundRecord>& records) const;

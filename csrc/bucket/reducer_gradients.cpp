@@ -272,6 +272,15 @@ void Reducer::deliver_packed(Parameter& parameter) {
   }
 }
 
+// Last of all, so that a gradient which was ready several times in the backward is complete.
+void Reducer::average_sparse(const Bitmap& used, int divisor, bool contributes) {
+  std::vector<at::Tensor> variables;
+  for (const int index : options_.sparse) {
+    if (used.test(index)) variables.push_back(parameters_[index].variable);
+  }
+  if (!variables.empty()) options_.average_sparse(variables, divisor, contributes);
+}
+
 // The unit's memory holds the mean of what came again; `first` the bucket of the first round where
 // `.grad` are views of it.
 void Reducer::add_second(int unit, const Bitmap& again, const at::Tensor& first) {

@@ -113,6 +113,19 @@ void Reducer::detach_hooks() {
   for (Parameter& parameter : parameters_) unhook(parameter);
 }
 
+void Reducer::replace(int index, at::Tensor variable) {
+  Parameter& parameter = parameters_[index];
+  unhook(parameter);
+  parameter.variable = std::move(variable);
+}
+
+std::vector<at::Tensor> Reducer::parameters() const {
+  std::vector<at::Tensor> variables;
+  variables.reserve(parameters_.size());
+  for (const Parameter& parameter : parameters_) variables.push_back(parameter.variable);
+  return variables;
+}
+
 void Reducer::prepare(bool synchronize) {
   try {
     hook_parameters();
