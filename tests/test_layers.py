@@ -30,9 +30,9 @@ PYTHON_LAYERS = [
     {"_import_checks", "_C"},
     {"_process_group"},
     {"_engine"},
-    {"collectives", "_buffers", "_comm_hooks", "_mesh", "_outputs", "_verification"},
+    {"_advice", "collectives", "_buffers", "_comm_hooks", "_mesh", "_outputs", "_verification"},
     {"report", "sync_batchnorm"},
-    {"_arguments", "_torch_surface"},
+    {"_arguments", "_logging_data", "_replica_audit", "_torch_surface"},
     {"data_parallel"},
     {"__init__"},
 ]
