@@ -34,9 +34,8 @@ def check_replicas(
 ) -> None:
     """Compares every bit of the model's parameters across ranks, frozen ones included. Collective.
 
-    Costs one pass over the parameters at about the speed of memory, and one tiny message. Memory
-    that differs in a single word has certainly another hash (csrc/base/hash.h), whatever else
-    differs is missed with a chance of 2^-64.
+    Costs one pass over the parameters at about the speed of memory, and one tiny message: 64-bit
+    hashes (csrc/base/hash.h), which are certainly different where a single bit is.
 
     Args:
         model: a DataParallel or any module. What `_ddp_params_and_buffers_to_ignore` names is left
@@ -102,23 +101,26 @@ def resolve_audit(audit_every: int | None) -> int | None:
 
 def compare_replicas(engine: "Engine", model_name: str, state: list[_Entry], when: str) -> None:
     """Raises MismatchError on every rank unless all of them have the same bits. Collective."""
-    with torch.no_grad():
-        plain = [_plain(kind, name, tensor) for kind, name, tensor in state]
-    hashes = _C.hash_tensors(plain)
-    described: list[_Described] = [
-        [kind, name, list(tensor.shape), str(tensor.dtype), code]
-        for (kind, name, tensor), code in zip(state, hashes, strict=True)
+    described = [
+        [
+            kind,
+            name,
+            list(tensor.shape),
+            str(tensor.dtype),
+            *_C.hash_tensors([_plain(name, tensor)]),
+        ]
+        for kind, name, tensor in state
     ]
     text = json.dumps(described).encode()
     if not _all_equal(engine, text):
         everybody = [json.loads(other) for other in engine.exchange_bytes(text)]
-        raise MismatchError(_difference(engine, model_name, plain, everybody, when))
+        raise MismatchError(_difference(engine, model_name, state, everybody, when))
 
 
-def _plain(kind: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements, one after the other, on the CPU."""
     if tensor.device.type == "meta":
-        raise UsageError(f"{kind} {name} is on the meta device and has nothing to compare")
+        raise UsageError(f"{name} is on the meta device and has nothing to compare")
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -135,29 +137,27 @@ def _all_equal(engine: "Engine", text: bytes) -> bool:
 def _difference(
     engine: "Engine",
     model_name: str,
-    plain: list[torch.Tensor],
+    state: list[_Entry],
     everybody: list[list[_Described]],
     when: str,
 ) -> str:
     """What differs, in words that are the same on all ranks. Collective."""
     start = f"the replicas of {model_name} differ{when}: "
-    for index in range(max(map(len, everybody))):
-        theirs = [listed[index] if index < len(listed) else _MISSING for listed in everybody]
-        heads = [str(entry[:4]) for entry in theirs]
-        if len(set(heads)) > 1:
-            return (
-                start
-                + f"they do not have the same tensors; number {index} is "
-                + "; ".join(
-                    f"on {_named(ranks)} " + (_head(theirs[ranks[0]])) for ranks in _groups(heads)
-                )
-            )
-        codes = [entry[4] for entry in theirs]
-        if len(set(codes)) > 1:
-            kind, name = theirs[0][:2]
-            text = f"{kind} {name} is the first that differs, {_who(_groups(codes), engine.size)}"
-            return start + text + _values(engine, plain[index]) + _others(everybody, index)
-    raise AssertionError("descriptions differ as text, but not as lists")
+    num_tensors = max(map(len, everybody))
+    padded = [listed + [_MISSING] * (num_tensors - len(listed)) for listed in everybody]
+    columns = [list(column) for column in zip(*padded, strict=True)]
+    for index, column in enumerate(columns):
+        groups = _groups([str(entry[:4]) for entry in column])
+        if len(groups) > 1:
+            told = "; ".join(f"on {_named(ranks)} {_head(column[ranks[0]])}" for ranks in groups)
+            return f"{start}they do not have the same tensors; number {index} is {told}"
+    differing = [i for i, column in enumerate(columns) if len({entry[4] for entry in column}) > 1]
+    first = differing[0]
+    kind, name = columns[first][0][:2]
+    who = _who(_groups([entry[4] for entry in columns[first]]), engine.size)
+    values = _values(engine, _plain(name, state[first][2]))
+    others = _others([columns[i][0][1] for i in differing[1:]])
+    return f"{start}{kind} {name} is the first that differs, {who}. {values}{others}"
 
 
 def _head(entry: _Described) -> str:
@@ -202,7 +202,7 @@ def _values(engine: "Engine", tensor: torch.Tensor) -> str:
     place = _unravel(block * (_BLOCK_NBYTES // width) + element, tensor.shape)
     bits = [piece[element * width : (element + 1) * width] for piece in pieces]
     told = "; ".join(f"{_value(bits[r[0]], tensor.dtype)} on {_named(r)}" for r in _groups(bits))
-    return f". Its element {place} is {told}"
+    return f"Its element {place} is {told}"
 
 
 def _unravel(index: int, shape: torch.Size) -> list[int]:
@@ -218,14 +218,13 @@ def _value(bits: bytes, dtype: torch.dtype) -> str:
     return f"{value!r} (0x{bits[::-1].hex()})"
 
 
-def _others(everybody: list[list[_Described]], first: int) -> str:
-    """Names of the tensors after the first that differ too, and what may be the reason."""
-    columns = list(zip(*everybody, strict=False))[first + 1 :]
-    names = [column[0][1] for column in columns if len({entry[4] for entry in column}) > 1]
+def _others(names: list[str]) -> str:
+    """The tensors that differ too, and what may be the reason."""
     also = ""
     if names:
         more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-        also = f"; {', '.join(names[:_NUM_NAMED])}{more} differ as well"
+        verb = "differs" if len(names) == 1 else "differ"
+        also = f"; {', '.join(names[:_NUM_NAMED])}{more} {verb} as well"
     return (
         f"{also}. Ranks drift apart where one changes parameters alone (a step that others skip, "
         "another learning rate or optimizer state, an initialisation after wrapping) or where its "

@@ -8,11 +8,13 @@ namespace {
 
 constexpr size_t kLanes = 8;
 constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;  // 2^64 divided by the golden ratio
+constexpr uint64_t kOther = 0xd6e8feb86659fd93;
 
-// The rotation brings the high bits down, where the multiplication spreads them.
+// Multiplication spreads a bit upwards only. With one alone, a flip of the highest bit would stay
+// one bit, which a second flip in the lane's next word would undo: hence the shift and another.
 inline uint64_t step(uint64_t state, uint64_t word) {
-  state ^= word;
-  return (state << 29 | state >> 35) * kOdd;
+  state = (state ^ word) * kOdd;
+  return (state ^ state >> 32) * kOther;
 }
 
 }  // namespace
@@ -25,6 +27,7 @@ uint64_t hash_memory(const void* data, size_t nbytes) {
   for (; nbytes >= kBlockNbytes; nbytes -= kBlockNbytes, bytes += kBlockNbytes) {
     uint64_t words[kLanes];
     std::memcpy(words, bytes, kBlockNbytes);
+#pragma GCC unroll 8  // so that lanes stay in registers
     for (size_t i = 0; i < kLanes; ++i) lanes[i] = step(lanes[i], words[i]);
   }
   // The rest, with zeros behind it; its length tells it from a rest that has these zeros.
@@ -32,9 +35,7 @@ uint64_t hash_memory(const void* data, size_t nbytes) {
   if (nbytes > 0) std::memcpy(rest, bytes, nbytes);
   uint64_t hash = step(kOdd, nbytes);
   for (size_t i = 0; i < kLanes; ++i) hash = step(hash, step(lanes[i], rest[i]));
-  // A few more for the bits of the last lanes to reach all of the hash.
-  for (int i = 0; i < 3; ++i) hash = step(hash, hash >> 32);
-  return hash;
+  return hash ^ hash >> 32;
 }
 
 }  // namespace pydist
