@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
+from pydist.errors import UsageError
+
 if TYPE_CHECKING:
     from pydist.data_parallel import DataParallel
 
@@ -71,7 +73,7 @@ class DataParallelLogger:
 
     def __init__(self, model: "DataParallel") -> None:
         self._model = weakref.ref(model)  # which owns this
-        self.sample_rate = _SAMPLE_RATE
+        self._sample_rate = _SAMPLE_RATE
         self._num_forwards = 0
         self._num_samples = 0
         self._strings: dict[str, str] = {}
@@ -113,7 +115,7 @@ class DataParallelLogger:
     def set_runtime_stats_and_log(self) -> None:
         """To be called before every forward whose backward is a round."""
         number, self._num_forwards = self._num_forwards, self._num_forwards + 1
-        sampled = number <= _FIRST_SAMPLES or number % self.sample_rate == 0
+        sampled = number <= _FIRST_SAMPLES or number % self._sample_rate == 0
         if number == 0 or not sampled:
             return
         self._integers["iteration"] = number
@@ -139,6 +141,14 @@ class DataParallelLogger:
         if error and "error" not in self._strings:
             self.set_error_and_log(error)
         return SimpleNamespace(strs_map=dict(self._strings), ints_map=dict(self._integers))
+
+    def set_sample_rate(self, sample_rate: int) -> None:
+        """After the first ten rounds, one in so many is sampled."""
+        if sample_rate < 1:
+            error = f"DDP runtime logging sample rate is {sample_rate}; should be equal or greater than 1"
+            self.set_error_and_log(error)
+            raise UsageError(error)
+        self._sample_rate = sample_rate
 
     # -- ours -----------------------------------------------------------------------------------
 

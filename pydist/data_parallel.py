@@ -402,14 +402,10 @@ class DataParallel(DistributedDataParallel):
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """From the tenth step on one in so many gives the data of _get_ddp_logging_data()."""
-        if sample_rate < 1:
-            self._log_and_throw(
-                UsageError,
-                f"DDP runtime logging sample rate is {sample_rate}; should be equal or "
-                "greater than 1",
-            )
-        if self.logger is not None:
-            self.logger.sample_rate = sample_rate
+        if self._reducer is None:
+            self._build(init_sync=False)
+        assert self.logger is not None
+        self.logger.set_sample_rate(sample_rate)
 
     # -- communication hooks --------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ WITH_TORCH_IN_PURE_LAYERS = {"transport/c10d_store.h", "transport/c10d_store.cpp
 PURE_IN_OTHER_LAYERS = [
     "bucket/layout",
     "bucket/round",
+    "bucket/round_stats",
     "bucket/shared_round",
     "pipeline/action",
     "pipeline/schedule",
