@@ -145,7 +145,10 @@ class DataParallelLogger:
     def set_sample_rate(self, sample_rate: int) -> None:
         """After the first ten rounds, one in so many is sampled."""
         if sample_rate < 1:
-            error = f"DDP runtime logging sample rate is {sample_rate}; should be equal or greater than 1"
+            error = (
+                f"DDP runtime logging sample rate is {sample_rate}; "
+                "should be equal or greater than 1"
+            )
             self.set_error_and_log(error)
             raise UsageError(error)
         self._sample_rate = sample_rate
