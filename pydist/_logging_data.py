@@ -94,7 +94,7 @@ class DataParallelLogger:
             has_sync_bn=int(
                 any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.module.modules())
             ),
-            bucket_cap_bytes=model._bucket_caps.cap_nbytes,
+            bucket_cap_bytes=model.bucket_bytes_cap,
             find_unused_parameters=int(model.find_unused_parameters),
             gradient_as_bucket_view=int(model.gradient_as_bucket_view),
             is_multi_device_module=int(model.is_multi_device_module),
@@ -164,7 +164,7 @@ class DataParallelLogger:
         """What torch numbers: parameters that require a gradient, in order."""
         model = self._model_now()
         known = set(model._names)
-        named = model.module.named_parameters()
+        named = model._all_parameters()
         return {name: p for name, p in named if name in known and p.requires_grad}
 
     def _set(self, **values: str | int) -> None:

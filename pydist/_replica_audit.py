@@ -57,7 +57,9 @@ def check_replicas(
         module = model.module
         name = f"{name}({type(module).__name__})"
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", []))
-    state: list[_Entry] = [("parameter", key, value) for key, value in module.named_parameters()]
+    # DataParallel also knows of parameters outside its module.
+    parameters = getattr(model, "_all_parameters", module.named_parameters)()
+    state: list[_Entry] = [("parameter", key, value) for key, value in parameters]
     if buffers:
         state += [("buffer", key, value) for key, value in module.named_buffers()]
     kept = [entry for entry in state if entry[1] not in ignored]

@@ -23,7 +23,7 @@ class Unit:
     """What is reduced at a time: one large gradient, or a bucket of small ones.
 
     Attributes:
-        nbytes: size of the gradients in it.
+        nbytes: size of the gradients in it, as they travel.
         alone: it is one large gradient.
         parameters: their names, in the order in which they lie in it.
     """
