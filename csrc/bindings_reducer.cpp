@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "base/hash.h"
 #include "bindings.h"
 #include "bucket/hook_round.h"
 #include "bucket/pack.h"
@@ -55,6 +56,7 @@ ReducerOptions reducer_options(const py::dict& settings) {
   options.comm_hook = !settings["comm_hook"].is_none();
   options.sparse = settings["sparse"].cast<std::vector<int>>();
   options.average_sparse = average_sparse(settings["average_sparse"]);
+  options.unused_is_error = settings["unused_is_error"].cast<bool>();
   return options;
 }
 
@@ -107,6 +109,37 @@ py::dict counters(const Reducer& reducer) {
   result["moved_nbytes"] = reducer.round().moved_nbytes();
   result["wait_s"] = reducer.round().wait_s();
   return result;
+}
+
+double seconds(int64_t ns) { return 1e-9 * static_cast<double>(ns); }
+
+// Cumulative seconds, by the names of report.Report.
+py::dict times(const Reducer& reducer) {
+  const StepTimes& times = reducer.stats().times();
+  py::dict result;
+  result["forward_s"] = seconds(times.forward_ns);
+  result["backward_s"] = seconds(times.backward_ns);
+  result["hidden_s"] = seconds(reducer.round().hidden_ns());
+  result["waiting_s"] = seconds(times.waiting_ns);
+  result["reducing_s"] = seconds(times.reducing_ns);
+  result["total_s"] = seconds(times.total_ns);
+  return result;
+}
+
+// (rounds in which it came last, mean seconds that the others waited for it) of every rank.
+py::list late(const Reducer& reducer) {
+  py::list result;
+  for (const Lateness& late : reducer.stats().late()) {
+    result.append(py::make_tuple(late.num_last, seconds(late.waited_ns)));
+  }
+  return result;
+}
+
+// (forward, backward, first publication, end of backward, end) of the last round, monotonic.
+std::vector<int64_t> last_round_ns(const Reducer& reducer) {
+  const RoundTimes& last = reducer.stats().last_round();
+  return {last.forward_ns, last.backward_ns, last.published_ns, last.backward_end_ns,
+          last.finished_ns};
 }
 
 py::list units(const Reducer& reducer) {
@@ -170,6 +203,18 @@ bool dicts_hold(const py::list& dicts, const py::list& values) {
   return true;
 }
 
+std::vector<uint64_t> hash_tensors(const std::vector<at::Tensor>& tensors) {
+  std::vector<uint64_t> hashes;
+  hashes.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_cpu() || !tensor.is_contiguous()) {
+      throw UsageError("hash_tensors: expected contiguous tensors on the CPU");
+    }
+    hashes.push_back(hash_memory(tensor.data_ptr(), tensor.nbytes()));
+  }
+  return hashes;
+}
+
 }  // namespace
 
 void bind_reducer(py::module_& module) {
@@ -195,6 +240,23 @@ void bind_reducer(py::module_& module) {
       .def("fail", &Reducer::fail, py::arg("reason"),
            "Tells peers that this rank will not train on; they raise in their next round.")
       .def("counters", &counters, "What report.Report shows, by name.")
+      .def("times", &times, "Cumulative seconds of forward, backward and communication, by name.")
+      .def("late", &late,
+           "Per rank: rounds in which it came last, and mean seconds that others waited for it.")
+      .def("last_round_ns", &last_round_ns,
+           "When the last round's forward began, its backward began, the first unit was published, "
+           "backward ended and all means were there: on the monotonic clock.")
+      .def("discount_wait", &Reducer::discount_wait, py::arg("waited_ns"),
+           "Tells of time in which this rank waited for others, which does not make it late.")
+      .def_property_readonly(
+          "num_rounds", [](const Reducer& reducer) { return reducer.counters().num_rounds; },
+          "Rounds so far.")
+      .def_property_readonly("last_error", &Reducer::last_error,
+                             "What this rank raised last in a backward; empty if nothing.")
+      .def("ready_order", &Reducer::ready_order,
+           "Indices of parameters as their gradients became ready in the last round.")
+      .def("unused_by_rank", &Reducer::unused_by_rank,
+           "(parameter, ranks that did not use it) in the last round, for trainable parameters.")
       .def("units", &units, "(alone, nbytes, parameters) of every unit.")
       .def_property_readonly("last_round_had_unused", &Reducer::last_round_had_unused,
                              "True if no rank used some trainable parameter in the last round.")
@@ -210,6 +272,9 @@ void bind_reducer(py::module_& module) {
              "True if each dict's values are, one after the other, the very objects of its tuple.");
   module.def("held_elsewhere", &held_elsewhere, py::arg("tensors"),
              "Indices of the tensors that a graph or another tensor holds, or shares memory with.");
+  module.def("hash_tensors", &hash_tensors, py::arg("tensors"),
+             py::call_guard<py::gil_scoped_release>(),
+             "A 64-bit hash of the bytes of each contiguous CPU tensor; see csrc/base/hash.h.");
   module.def("pack", &pack_tensors, py::arg("tensors"), py::arg("out"), py::arg("iterations") = 1,
              "Copies contiguous tensors one after the other into out; for the benchmark.");
   module.def("install_allocator", &GradientAllocator::install,

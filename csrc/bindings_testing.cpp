@@ -5,6 +5,7 @@
 #include "bindings.h"
 #include "bucket/layout.h"
 #include "bucket/round.h"
+#include "bucket/round_stats.h"
 #include "collective/convert.h"
 #include "transport/block_allocator.h"
 
@@ -60,6 +61,22 @@ void convert_memory(const std::string& from, uintptr_t source, const std::string
           reinterpret_cast<void*>(target), num_elements, static_cast<Isa>(isa));
 }
 
+py::dict stats_times(const RoundStats& stats) {
+  py::dict result;
+  result["forward"] = stats.times().forward_ns;
+  result["backward"] = stats.times().backward_ns;
+  result["waiting"] = stats.times().waiting_ns;
+  result["reducing"] = stats.times().reducing_ns;
+  result["total"] = stats.times().total_ns;
+  return result;
+}
+
+std::vector<std::pair<uint64_t, int64_t>> stats_late(const RoundStats& stats) {
+  std::vector<std::pair<uint64_t, int64_t>> result;
+  for (const Lateness& late : stats.late()) result.emplace_back(late.num_last, late.waited_ns);
+  return result;
+}
+
 }  // namespace
 
 void bind_testing(py::module_& module) {
@@ -73,6 +90,19 @@ void bind_testing(py::module_& module) {
       .def("is_block", &BlockAllocator::is_block, py::arg("offset"), "Handed out or pinned.")
       .def_property_readonly("used_nbytes", &BlockAllocator::used_nbytes, "In live blocks.")
       .def_property_readonly("high_water", &BlockAllocator::high_water, "Highest end so far.");
+  py::class_<RoundStats>(testing, "RoundStats", "Where time goes, with a clock in ns; see C++.")
+      .def(py::init<int>(), py::arg("size"))
+      .def("begin_forward", &RoundStats::begin_forward, py::arg("now_ns"), "A forward begins.")
+      .def("end_forward", &RoundStats::end_forward, py::arg("now_ns"), "It ends.")
+      .def("discount", &RoundStats::discount, py::arg("waited_ns"), "Waited for others elsewhere.")
+      .def("open", &RoundStats::open, py::arg("now_ns"), "A backward begins.")
+      .def("close", &RoundStats::close, py::arg("now_ns"), "All gradients are there.")
+      .def("busy_ns", &RoundStats::busy_ns, py::arg("now_ns"), "What this rank tells the others.")
+      .def("meet", &RoundStats::meet, py::arg("now_ns"), py::arg("rank"), py::arg("busy_ns"),
+           "All ranks have met.")
+      .def("finish", &RoundStats::finish, py::arg("now_ns"), "All means are there.")
+      .def("times", &stats_times, "Sums of ns, by name.")
+      .def("late", &stats_late, "(rounds in which it came last, ns waited for it) by rank.");
   testing.def("layout", &layout, py::arg("sizes"), py::arg("order"), py::arg("alone_nbytes"),
               py::arg("caps_nbytes"), "Units of float32 parameters.");
   testing.def("convert", &convert_memory, py::arg("from_dtype"), py::arg("source"),

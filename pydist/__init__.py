@@ -14,6 +14,7 @@ from pydist.errors import (
 _import_checks.check_all()
 
 # What needs torch and the extension comes after the checks.
+from pydist._replica_audit import check_replicas
 from pydist.collectives import (
     all_gather,
     all_gather_into_tensor,
@@ -48,6 +49,7 @@ __all__ = [
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "check_replicas",
     "convert_sync_batchnorm",
     "recv",
     "reduce_scatter",

@@ -225,6 +225,24 @@ def resolve_wire_dtype(wire_dtype: torch.dtype | None) -> str | None:
     return str(wire_dtype).removeprefix("torch.")
 
 
+UNUSED_PARAMETERS = ("warn", "ignore", "error")
+
+
+def resolve_unused(unused_parameters: str, find_unused_parameters: bool) -> str:
+    """What to do about parameters that a step does not use: find_unused_parameters expects them."""
+    if unused_parameters not in UNUSED_PARAMETERS:
+        raise UsageError(
+            f"unused_parameters is {unused_parameters!r}; expected one of "
+            f"{', '.join(UNUSED_PARAMETERS)}"
+        )
+    if find_unused_parameters and unused_parameters == "error":
+        raise UsageError(
+            "find_unused_parameters=True says that unused parameters are expected, and "
+            'unused_parameters="error" that they are an error; give one of them only'
+        )
+    return "ignore" if find_unused_parameters else unused_parameters
+
+
 def check_environment() -> None:
     """Raises UsageError where a variable that DataParallel reads has no meaning."""
     allocator = os.environ.get("PYDIST_ALLOCATOR", "")

@@ -1,6 +1,7 @@
 """Owns DataParallel: the drop-in for torch's DistributedDataParallel on pydist's engine."""
 
 import dataclasses
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -21,13 +22,16 @@ from pydist._arguments import (
     resolve_delayed,
     resolve_devices,
     resolve_group,
+    resolve_unused,
     resolve_wire_dtype,
 )
 from pydist._buffers import synchronize_buffers
 from pydist._comm_hooks import Hook, builtin_hook, check_comm_hook, hook_name, reducer_hook
 from pydist._engine import group_engine
+from pydist._logging_data import DataParallelLogger
 from pydist._module_watch import ModuleWatch, find_replacements, lent_tensors
 from pydist._outputs import tensors_of
+from pydist._replica_audit import ReplicaAudit, resolve_audit
 from pydist._sparse import SparseMean, sparse_parameters
 from pydist._torch_surface import TorchReducer
 from pydist._verification import describe_tensors, verify_models, verify_settings
@@ -90,6 +94,13 @@ class DataParallel(DistributedDataParallel):
             arrives as infinity on every rank, where GradScaler finds it; bfloat16 has float32's
             range. A type that is not narrower than a gradient's own changes nothing for it. One
             rank alone rounds nothing.
+        unused_parameters: what a trainable parameter means that no rank used in a step: "warn"
+            once, "ignore", or "error". The last raises MismatchError at the end of that backward
+            on every rank, also where only some ranks did not use it, and names them; the gradients
+            are right then, and the next step may go on.
+        audit_every: compare every bit of the parameters across ranks before the first forward and
+            after so many steps each, as check_replicas() does, and raise MismatchError where they
+            differ; None: never, or 100 where TORCH_DISTRIBUTED_DEBUG=DETAIL. Not within join().
 
     Raises:
         MismatchError: models differ between ranks; on every rank, naming rank and parameter.
@@ -121,6 +132,8 @@ class DataParallel(DistributedDataParallel):
         forward_sync_buffers: bool | None = None,
         *,
         wire_dtype: torch.dtype | None = None,
+        unused_parameters: str = "warn",
+        audit_every: int | None = None,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -165,6 +178,9 @@ class DataParallel(DistributedDataParallel):
         self._wire_dtype = resolve_wire_dtype(wire_dtype)
         self._warned_unused = False
         self._comm_hooks: list[tuple[Hook, Any]] = []
+        self.unused_parameters = resolve_unused(unused_parameters, find_unused_parameters)
+        self.audit_every = resolve_audit(audit_every)
+        self._audit = ReplicaAudit(self.audit_every)
         self._build(init_sync)
 
     # -- construction ---------------------------------------------------------------------------
@@ -200,6 +216,7 @@ class DataParallel(DistributedDataParallel):
             settings=self._reducer_settings(parameters),
         )
         self._watch = ModuleWatch(self.module)
+        self.logger = DataParallelLogger(self)
 
     def _place(self, parameters: list[torch.Tensor]) -> None:
         """Where the module is, in torch's attributes."""
@@ -216,6 +233,8 @@ class DataParallel(DistributedDataParallel):
             "wire_dtype": self._wire_dtype,
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "delayed parameters": self._delayed.settings(self._names, parameters),
+            "unused_parameters": self.unused_parameters,
+            "audit_every": self.audit_every,
             "number of parameters": len(parameters),
             "elements of each parameter": [p.numel() for p in parameters],
             "dtype of each parameter": [str(p.dtype) for p in parameters],
@@ -234,6 +253,7 @@ class DataParallel(DistributedDataParallel):
             **self._delayed.settings(self._names, parameters),
             "sparse": self._sparse,
             "average_sparse": SparseMean(self._engine),
+            "unused_is_error": self.unused_parameters == "error",
         }
 
     @property
@@ -308,12 +328,25 @@ class DataParallel(DistributedDataParallel):
         if torch.is_grad_enabled():
             if self._watch.changed():
                 self._follow_changes()
+            if self.require_backward_grad_sync:
+                self._observe()
             self._reducer.prepare(self.require_backward_grad_sync)
         if self.require_forward_param_sync and self.forward_sync_buffers:
+            start_ns = time.monotonic_ns()
             synchronize_buffers(self._engine, self.module, self.modules_buffers)
+            self._reducer.discount_wait(time.monotonic_ns() - start_ns)
         if self.device_ids:
             return self._moved(inputs, kwargs)
         return inputs, kwargs
+
+    def _observe(self) -> None:
+        """What watches training from step to step."""
+        assert self.logger is not None
+        self.logger.set_runtime_stats_and_log()
+        if self._audit.is_due(self._reducer.num_rounds) and not self._join_config.enable:
+            start_ns = time.monotonic_ns()
+            self._audit.run(self._engine, self._model_name, self._state())
+            self._reducer.discount_wait(time.monotonic_ns() - start_ns)
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
@@ -375,7 +408,7 @@ class DataParallel(DistributedDataParallel):
                     UserWarning,
                     stacklevel=_USER_STACKLEVEL,
                 )
-        elif not self.find_unused_parameters and self._reducer.last_round_had_unused:
+        elif self.unused_parameters == "warn" and self._reducer.last_round_had_unused:
             self._warned_unused = True
             names = self._named(self._reducer.unused_in_last_round())
             warnings.warn(
@@ -390,10 +423,26 @@ class DataParallel(DistributedDataParallel):
         return ", ".join(self._names[index] for index in indices)
 
     def report(self) -> Report:
-        """What the reducer has done so far: buckets, bytes born in place or packed, waiting."""
+        """What happened so far, readable as a table: buckets, bytes, times, late ranks, hints."""
         if self._reducer is None:
             self._build(init_sync=False)
-        return Report.of(self._model_name, self._engine.transport, self._reducer)
+        in_arena = self._engine.transport == "shared_memory" and not self.gradient_as_bucket_view
+        return Report.of(
+            model=self._model_name,
+            transport=self._engine.transport,
+            rank=self._engine.rank,
+            size=self._engine.size,
+            names=self._names,
+            reducer=self._reducer,
+            allocator=_C.install_allocator() if in_arena else "",
+        )
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """From the tenth step on one in so many gives the data of _get_ddp_logging_data()."""
+        if self._reducer is None:
+            self._build(init_sync=False)
+        assert self.logger is not None
+        self.logger.set_sample_rate(sample_rate)
 
     # -- communication hooks --------------------------------------------------------------------
 
@@ -458,7 +507,7 @@ class DataParallel(DistributedDataParallel):
         state = dict(self.__dict__)
         for live in ("process_group", "_engine", "_watch"):
             state.pop(live, None)
-        state["_reducer"] = None
+        state["_reducer"] = state["logger"] = None
         state["_comm_hooks"] = []  # as torch: hooks are to be registered again
         return state
 
@@ -471,13 +520,12 @@ class DataParallel(DistributedDataParallel):
     def _not_yet(self, *_args: Any, **_kwargs: Any) -> Any:
         """Not supported by pydist.DataParallel yet: raises NotImplementedError."""
         raise NotImplementedError(
-            "pydist.DataParallel does not support join() and DDP's logging data yet; use torch's "
+            "pydist.DataParallel does not support join() yet; use torch's "
             "DistributedDataParallel for these"
         )
 
     join = join_hook = _register_buffer_comm_hook = _not_yet
-    _get_ddp_logging_data = _set_static_graph = _not_yet
-    _set_ddp_runtime_logging_sample_rate = _update_process_group = _not_yet
+    _set_static_graph = _update_process_group = _not_yet
 
     def _remove_autograd_hooks(self) -> None:
         """Leaves gradients local from now on, until the next forward hooks the parameters again."""

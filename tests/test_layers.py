@@ -17,6 +17,7 @@ WITH_TORCH_IN_PURE_LAYERS = {"transport/c10d_store.h", "transport/c10d_store.cpp
 PURE_IN_OTHER_LAYERS = [
     "bucket/layout",
     "bucket/round",
+    "bucket/round_stats",
     "bucket/shared_round",
     "pipeline/action",
     "pipeline/schedule",
@@ -31,6 +32,7 @@ PYTHON_LAYERS = [
     {"_process_group"},
     {"_engine"},
     {
+        "_advice",
         "collectives",
         "_buffers",
         "_comm_hooks",
@@ -39,10 +41,9 @@ PYTHON_LAYERS = [
         "_outputs",
         "_sparse",
         "_verification",
-        "report",
-        "sync_batchnorm",
     },
-    {"_arguments", "_torch_surface"},
+    {"report", "sync_batchnorm"},
+    {"_arguments", "_logging_data", "_replica_audit", "_torch_surface"},
     {"data_parallel"},
     {"__init__"},
 ]

@@ -90,6 +90,7 @@ void ProcessGroupRound::launch_rest() {
 }
 
 void ProcessGroupRound::launch(int unit) {
+  if (launched_.empty()) launched_ns_ = monotonic_ns();
   const Start all_reduce = [&] {
     const Memory& made = memory(unit);
     if (made.slices) return made.slices->exchange();
@@ -109,25 +110,19 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRound::start(const std::string& opera
 }
 
 const std::vector<RoundRecord>& ProcessGroupRound::end(const RoundRecord& mine) {
+  if (!launched_.empty()) hidden_ns_ += monotonic_ns() - launched_ns_;
   launch_rest();
   ended_ = true;
-  const size_t words = mine.used.words().size();
-  at::Tensor sent = at::empty({static_cast<int64_t>(3 * words)}, at::TensorOptions(at::kLong));
-  auto* out = reinterpret_cast<uint64_t*>(sent.data_ptr<int64_t>());
-  for (const Bitmap* bitmap : {&mine.used, &mine.again, &mine.trainable}) {
-    out = std::copy(bitmap->words().begin(), bitmap->words().end(), out);
-  }
+  const auto words = static_cast<int64_t>(mine.num_words());
+  at::Tensor sent = at::empty({words}, at::TensorOptions(at::kLong));
+  mine.write(reinterpret_cast<uint64_t*>(sent.data_ptr<int64_t>()));
   std::vector<std::vector<at::Tensor>> received(1);
   for (int r = 0; r < size(); ++r) received[0].push_back(at::empty_like(sent));
   std::vector<at::Tensor> inputs{sent};
   const std::string operation = "waiting for every rank to end backward";
   await(start(operation, [&] { return group_->allgather(received, inputs); }), operation);
   for (int r = 0; r < size(); ++r) {
-    const auto* in = reinterpret_cast<const uint64_t*>(received[0][r].data_ptr<int64_t>());
-    for (Bitmap* bitmap : {&records_[r].used, &records_[r].again, &records_[r].trainable}) {
-      std::copy(in, in + words, bitmap->words().begin());
-      in += words;
-    }
+    records_[r].read(reinterpret_cast<const uint64_t*>(received[0][r].data_ptr<int64_t>()));
   }
   return records_;
 }

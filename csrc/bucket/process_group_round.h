@@ -76,8 +76,9 @@ class ProcessGroupRound final : public Round {
   std::vector<Launched> launched_;
   std::vector<RoundRecord> records_;
   uint64_t round_ = 0;
-  int next_ = 0;         // the lowest unit that has not been launched in this round
-  std::string failure_;  // why no further round is possible
+  int next_ = 0;             // the lowest unit that has not been launched in this round
+  int64_t launched_ns_ = 0;  // when the first unit of this round was
+  std::string failure_;      // why no further round is possible
 };
 
 }  // namespace pydist

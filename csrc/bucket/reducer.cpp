@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "base/clock.h"
 #include "base/fork.h"
 #include "bucket/autograd_boundary.h"
 #include "transport/arena.h"
@@ -13,6 +14,8 @@
 namespace pydist {
 
 namespace {
+
+constexpr size_t kNamed = 10;  // parameters that a message names
 
 // Of the elements, or of their real and imaginary parts.
 DType real_dtype(const at::Tensor& tensor) {
@@ -96,6 +99,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       states_(units_.size()),
       round_(std::move(round)),
       options_(std::move(options)),
+      stats_(round_->size()),
       record_(static_cast<int>(parameters.size())),
       used_by_any_(static_cast<int>(parameters.size())),
       used_first_(static_cast<int>(parameters.size())) {
@@ -160,6 +164,7 @@ void Reducer::guard(const std::function<void()>& action) {
 }
 
 void Reducer::abandon_if_open(const Error& error) noexcept {
+  last_error_ = error.what();
   if (open_) abandon_round(concat("raised in backward (", error.what(), ")"));
 }
 
@@ -213,6 +218,8 @@ void Reducer::open_round(bool by_output) {
   auto guard = std::make_shared<RoundGuard>(shared_from_this());
   torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->close(); });
   round_->begin();
+  stats_.open(monotonic_ns());
+  ready_order_.clear();
   open_ = true;
   by_output_ = by_output;
   if (by_output) expecting_ = false;
@@ -273,6 +280,7 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
     record_.again.set(index);
   } else if (!parameter.ready) {
     parameter.ready = true;
+    ready_order_.push_back(index);
     if (--states_[parameter.unit].missing == 0 && !publish_late_) publish_ready(index, incoming);
   }
   round_->progress();
@@ -305,16 +313,20 @@ void Reducer::publish_ready(int index, const std::vector<at::Tensor>& incoming) 
   state.in_place = gradient.data_ptr();
   hand_over(parameter, gradient, true);
   Arena::instance().pin(state.in_place);
-  state.published = true;
   counters_.born_nbytes += parameter.nbytes;
-  round_->publish(unit, state.in_place);
+  publish(unit, state.in_place);
 }
 
 void Reducer::publish_packed(int unit, const char* reason) {
   pack_unit(unit, false);
-  states_[unit].published = true;
   counters_.packed_nbytes[reason] += units_[unit].nbytes();
-  round_->publish(unit, round_->unit_memory(unit));
+  publish(unit, round_->unit_memory(unit));
+}
+
+void Reducer::publish(int unit, void* data) {
+  states_[unit].published = true;
+  if (!stats_.published()) stats_.publish(monotonic_ns());
+  round_->publish(unit, data);
 }
 
 void Reducer::publish_missing(const Bitmap* wanted) {
@@ -332,10 +344,14 @@ void Reducer::publish_missing(const Bitmap* wanted) {
 
 void Reducer::close_round() {
   expected_.disarm();
+  stats_.close(monotonic_ns());
   record_.trainable = trainable();
+  record_.whole = by_output_ ? 1 : 0;
   if (round_->publishes_all()) publish_missing(nullptr);
   check_handed();
+  record_.busy_ns = stats_.busy_ns(monotonic_ns());
   const std::vector<RoundRecord>& records = round_->end(record_);
+  note_meeting(records);
   check_trainable(records);
   Bitmap again(static_cast<int>(parameters_.size()));
   used_by_any_.clear();
@@ -349,11 +365,28 @@ void Reducer::close_round() {
   if (again.any()) second_round(again);
   publish_late_ = publish_late_ || (options_.comm_hook && again.any());
   average_sparse(used_by_any_, round_->size(), true);
+  stats_.finish(monotonic_ns());
+  last_ready_order_.swap(ready_order_);
   if (counters_.num_rounds++ == 0) used_first_ = used_by_any_;
   last_had_unused_ = by_output_ && !unused_in_last_round().empty();
   record_.used.clear();
   record_.again.clear();
   open_ = false;
+  // Only now, when gradients are the mean and the round is closed on all ranks: each raises the
+  // same, and the next step finds nothing half done.
+  if (options_.unused_is_error) raise_if_unused();
+}
+
+void Reducer::note_meeting(const std::vector<RoundRecord>& records) {
+  std::vector<int64_t> busy_ns;
+  last_used_.clear();
+  for (const RoundRecord& record : records) {
+    busy_ns.push_back(static_cast<int64_t>(record.busy_ns));
+    last_used_.push_back(record.used);
+    // Of a part of a backward we cannot tell what was left out.
+    if (record.whole == 0) last_used_.back().merge(record.trainable);
+  }
+  stats_.meet(monotonic_ns(), round_->rank(), busy_ns);
 }
 
 // Ranks that had a second gradient give it, the others zeros; `again` is the same on all ranks, so
@@ -439,6 +472,47 @@ std::vector<int> Reducer::unused_in_last_round() const {
     if (expected && !used_by_any_.test(static_cast<int>(i))) unused.push_back(static_cast<int>(i));
   }
   return unused;
+}
+
+std::vector<std::pair<int, std::vector<int>>> Reducer::unused_by_rank() const {
+  std::vector<std::pair<int, std::vector<int>>> unused;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const int index = static_cast<int>(i);
+    if (!parameters_[i].variable.requires_grad() || parameters_[i].unit < 0) continue;
+    std::vector<int> ranks;
+    for (size_t r = 0; r < last_used_.size(); ++r) {
+      if (!last_used_[r].test(index)) ranks.push_back(static_cast<int>(r));
+    }
+    if (!ranks.empty()) unused.emplace_back(index, std::move(ranks));
+  }
+  return unused;
+}
+
+void Reducer::raise_if_unused() const {
+  const auto unused = unused_by_rank();
+  if (unused.empty()) return;
+  std::string text;
+  for (size_t i = 0; i < std::min(unused.size(), kNamed); ++i) {
+    const auto& [index, ranks] = unused[i];
+    text += concat(i == 0 ? "" : ", ", "parameter ", parameters_[index].name, " (");
+    if (ranks.size() == last_used_.size()) {
+      text += "every rank)";
+      continue;
+    }
+    for (size_t r = 0; r < ranks.size(); ++r) {
+      text += concat(r == 0 ? "" : ", ", round_->describe(ranks[r]));
+    }
+    text += ")";
+  }
+  if (unused.size() > kNamed) text += concat(", and ", unused.size() - kNamed, " more");
+  throw MismatchError(
+      concat(options_.name,
+             " was made with unused_parameters=\"error\", and this backward gave no "
+             "gradient to ",
+             text,
+             "; the gradients are the mean nevertheless, with zeros from ranks that "
+             "did not use a parameter. Use every parameter in every step, freeze it "
+             "(requires_grad_(False)), or leave unused_parameters at \"warn\" or \"ignore\""));
 }
 
 std::vector<int> Reducer::changed_since_first_round() const {

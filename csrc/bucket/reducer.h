@@ -41,6 +41,7 @@
 #include "bucket/layout.h"
 #include "bucket/pack.h"
 #include "bucket/round.h"
+#include "bucket/round_stats.h"
 
 namespace pydist {
 
@@ -63,6 +64,7 @@ struct ReducerOptions {
   bool skip_unused = false;   // units that were unused in the round before travel only if needed
   std::vector<int> sparse;    // parameters whose gradients are sparse
   AverageSparse average_sparse;
+  bool unused_is_error = false;  // a round raises where a rank did not use a trainable parameter
 };
 
 // What the reducer did since it was made.
@@ -100,7 +102,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Tells peers that this rank will not train on, before it raises elsewhere than in backward.
   void fail(const std::string& reason) noexcept { round_->fail(reason); }
 
+  // Tells that this rank has just waited for peers elsewhere, so that it does not count as late.
+  void discount_wait(int64_t waited_ns) { stats_.discount(waited_ns); }
+
   const ReducerCounters& counters() const { return counters_; }
+  const RoundStats& stats() const { return stats_; }
+  // What this rank raised last; empty if nothing.
+  const std::string& last_error() const { return last_error_; }
   const Round& round() const { return *round_; }
   const std::vector<Unit>& units() const { return units_; }
   // In the last round no rank used some trainable parameter; or the set of used ones differs from
@@ -109,6 +117,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool last_round_changed() const { return !(used_by_any_ == used_first_); }
   // Parameters that no rank used in the last round.
   std::vector<int> unused_in_last_round() const;
+  // Parameters that some ranks did not use in the last round, with these ranks.
+  std::vector<std::pair<int, std::vector<int>>> unused_by_rank() const;
+  // Parameters in the order in which their gradients were ready in the last round.
+  const std::vector<int>& ready_order() const { return last_ready_order_; }
   // Parameters whose use changed between the first round and the last.
   std::vector<int> changed_since_first_round() const;
 
@@ -172,6 +184,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void publish_ready(int index, const std::vector<at::Tensor>& incoming);
   const char* bucket_reason() const { return options_.bucket_view ? "bucket view" : "small"; }
   void publish_packed(int unit, const char* reason);
+  void publish(int unit, void* data);
   // Publishes what this rank still owes: units with a wanted member; where `wanted` is null, all
   // but the late ones.
   void publish_missing(const Bitmap* wanted);
@@ -180,6 +193,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Bitmap trainable() const;
   bool reduces() const { return round_->size() > 1 || options_.comm_hook; }
   void check_trainable(const std::vector<RoundRecord>& records) const;
+  void raise_if_unused() const;
+  void note_meeting(const std::vector<RoundRecord>& records);
   // Between gradients and units.
   // The gradient travels in another type than its own.
   bool narrowed(const Parameter& parameter) const {
@@ -215,6 +230,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::unique_ptr<Round> round_;
   ReducerOptions options_;
   ReducerCounters counters_;
+  RoundStats stats_;
+  std::string last_error_;
+  std::vector<int> ready_order_;       // of this round
+  std::vector<int> last_ready_order_;  // of the last
+  std::vector<Bitmap> last_used_;      // by rank
   ExpectedSizes expected_;
   RoundRecord record_;
   Bitmap used_by_any_;

@@ -6,6 +6,7 @@
 #include <unordered_set>
 
 #include "base/check.h"
+#include "base/clock.h"
 #include "bucket/reducer.h"
 
 namespace pydist {
@@ -132,13 +133,16 @@ void Reducer::prepare(bool synchronize) {
   } catch (const UsageError& error) {
     // Peers would wait for this rank's backward.
     const UsageError with_rank = named(error);
+    last_error_ = with_rank.what();
     if (synchronize) round_->fail(with_rank.what());
     throw with_rank;
   }
   if (synchronize) round_->check();
+  stats_.begin_forward(monotonic_ns());
 }
 
 void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronize) {
+  stats_.end_forward(monotonic_ns());
   expecting_ = synchronize;
   std::unordered_set<torch::autograd::Node*> watched;
   const auto watch_node = [&](const auto& node) {

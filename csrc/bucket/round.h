@@ -6,6 +6,7 @@
 // until all are reduced, in place, to the mean.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -39,13 +40,36 @@ class Bitmap {
   std::vector<uint64_t> words_;
 };
 
-// What one rank says of its round, a bit per parameter.
+// What one rank says of its round: a bit per parameter, and a few words.
 struct RoundRecord {
   explicit RoundRecord(int num_parameters = 0)
       : used(num_parameters), again(num_parameters), trainable(num_parameters) {}
   Bitmap used;       // got a gradient since the last round
   Bitmap again;      // got another one after its unit was published
   Bitmap trainable;  // requires_grad, as this rank sees it
+  // `used` tells of whole backwards: not where a round is a part of one, as when outputs are
+  // hidden.
+  uint64_t whole = 1;
+  uint64_t busy_ns = 0;  // see round_stats.h
+
+  // The words that ranks exchange.
+  size_t num_words() const { return 3 * used.words().size() + 2; }
+  void write(uint64_t* out) const {
+    for (const Bitmap* bitmap : {&used, &again, &trainable}) {
+      out = std::copy(bitmap->words().begin(), bitmap->words().end(), out);
+    }
+    *out++ = whole;
+    *out = busy_ns;
+  }
+  void read(const uint64_t* in) {
+    for (Bitmap* bitmap : {&used, &again, &trainable}) {
+      const size_t words = bitmap->words().size();
+      std::copy(in, in + words, bitmap->words().begin());
+      in += words;
+    }
+    whole = *in++;
+    busy_ns = *in;
+  }
 };
 
 struct RoundOptions {
@@ -105,10 +129,12 @@ class Round {
 
   double wait_s() const { return wait_s_; }
   uint64_t moved_nbytes() const { return moved_nbytes_; }
+  int64_t hidden_ns() const { return hidden_ns_; }
 
  protected:
   double wait_s_ = 0;          // spent in end() and finish() since the start
   uint64_t moved_nbytes_ = 0;  // of units reduced since the start
+  int64_t hidden_ns_ = 0;      // of communication before calls of end(), while backward went on
 };
 
 }  // namespace pydist

@@ -28,7 +28,7 @@ constexpr int kMaxRanks = 256;
 }  // namespace
 
 size_t SharedRound::record_words(int num_parameters) {
-  return 3 * RoundRecord(num_parameters).used.words().size();
+  return RoundRecord(num_parameters).num_words();
 }
 
 size_t SharedRound::payload_nbytes(int size, const RoundOptions& options) {
@@ -97,6 +97,7 @@ bool SharedRound::reaches(const void* data) const {
 void SharedRound::begin() {
   check();
   ++round_;
+  work_ns_ = 0;
   published_.clear();
   open_.clear();
 }
@@ -131,7 +132,7 @@ uint64_t SharedRound::done_chunks(int unit) const {
 bool SharedRound::work(int unit) {
   if (first_unpublished(unit) != Board::kNobody) return false;
   std::atomic<uint64_t>& busy = busy_[rank()].value;
-  bool worked = false;
+  int64_t start_ns = 0;  // of the first chunk
   for (;;) {
     busy.store(1, std::memory_order_seq_cst);
     const bool failed = board_->failed();
@@ -146,14 +147,16 @@ bool SharedRound::work(int unit) {
                                                     std::memory_order_acq_rel)) {
       continue;
     }
+    if (start_ns == 0) start_ns = monotonic_ns();
     if (options_.on_chunk != nullptr) options_.on_chunk();
     reduce_chunk(unit, next);
     std::atomic<uint64_t>& mine = done(rank(), unit).value;
     mine.store(mine.load(std::memory_order_relaxed) + 1, std::memory_order_release);
     busy.store(0, std::memory_order_release);
-    worked = true;
   }
-  if (worked) board_->ring();
+  if (start_ns == 0) return true;
+  work_ns_ += monotonic_ns() - start_ns;
+  board_->ring();
   return true;
 }
 
@@ -189,28 +192,15 @@ uint64_t* SharedRound::record(int r) const {
   return record_data_ + (2 * r + (round_ & 1)) * words;
 }
 
-void SharedRound::write_record(const RoundRecord& mine) {
-  uint64_t* out = record(rank());
-  for (const Bitmap* bitmap : {&mine.used, &mine.again, &mine.trainable}) {
-    out = std::copy(bitmap->words().begin(), bitmap->words().end(), out);
-  }
-}
-
 // A record of this parity is rewritten two rounds later, which its writer cannot reach before we
 // have ended the next one.
 void SharedRound::read_records() {
-  for (int r = 0; r < size(); ++r) {
-    const uint64_t* in = record(r);
-    for (Bitmap* bitmap : {&records_[r].used, &records_[r].again, &records_[r].trainable}) {
-      const size_t words = bitmap->words().size();
-      std::copy(in, in + words, bitmap->words().begin());
-      in += words;
-    }
-  }
+  for (int r = 0; r < size(); ++r) records_[r].read(record(r));
 }
 
 const std::vector<RoundRecord>& SharedRound::end(const RoundRecord& mine) {
-  write_record(mine);
+  hidden_ns_ += work_ns_;
+  mine.write(record(rank()));
   ended_[rank()].value.store(round_, std::memory_order_release);  // pairs with the loads below
   board_->ring();
   const double start_s = monotonic_s();

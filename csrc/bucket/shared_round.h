@@ -69,7 +69,6 @@ class SharedRound final : public Round {
   uint64_t num_chunks(int unit) const;
   uint64_t done_chunks(int unit) const;
   void work_on_open_units(size_t limit);
-  void write_record(const RoundRecord& mine);
   void read_records();
   Slot& slot(int r, int unit) const { return slots_[r * num_units_ + unit]; }
   Counter& done(int r, int unit) const { return done_[r * num_units_ + unit]; }
@@ -80,6 +79,7 @@ class SharedRound final : public Round {
   RoundOptions options_;
   int num_units_;
   uint64_t round_ = 0;
+  int64_t work_ns_ = 0;  // of this thread on chunks, in this round
   Slot* slots_;
   Claim* claims_;
   Counter* done_;
