@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pydist
 from bench import command_line
-from bench.options import AUDIT, OPTIONS, ROUNDING, TINY, Option, Wrapping
+from bench.options import AUDITS, OPTIONS, ROUNDING, TINY, Option, Wrapping
 from bench.ranks import Rank, Ranks, Span, elapsed_s
 from bench.record import Case, Parameter, Record
 from bench.sampling import added_ratio, added_ratio_interval, added_s, interleaved
@@ -112,16 +112,12 @@ def num_wrong(rank: Rank, option: Option) -> int:
     peer: Trainee = rank.kept[option.peer]
     wrong = sum(_num_unlike_rank_0(p.detach()) for p in own.model.parameters())
     if option.tolerance is None:
-        return (
-            wrong + int(not own.loss.isfinite()) + int(own.hook_state.iter != peer.hook_state.iter)
-        )
-    parameters = [
-        model.parameters() for model in (own.model, peer.model, option.shape.make_model())
-    ]
-    return wrong + sum(
-        num_beyond(option.tolerance, *(p.detach() for p in same))
-        for same in zip(*parameters, strict=True)
-    )
+        wrong += int(own.hook_state.iter != peer.hook_state.iter)
+        return wrong + int(not own.loss.isfinite())
+    models = own.model, peer.model, option.shape.make_model()
+    for same in zip(*(model.parameters() for model in models), strict=True):
+        wrong += num_beyond(option.tolerance, *(p.detach() for p in same))
+    return wrong
 
 
 def _num_unlike_rank_0(parameter: Tensor) -> int:
@@ -134,7 +130,8 @@ def num_beyond(tolerance: float, own: Tensor, peer: Tensor, initial: Tensor) -> 
     """Compared with how far training moved the parameter: its size says nothing of gradients."""
     moved = (peer - initial).abs().max()
     if tolerance > 0:
-        return int(((own - peer).abs() > tolerance * moved + ROUNDING * peer.abs().max()).sum())
+        bound = tolerance * moved + ROUNDING * peer.abs().max()
+        return int((~((own - peer).abs() <= bound)).sum())  # not a number is wrong
     return int((own != peer).sum()) + int(moved == 0)
 
 
@@ -178,7 +175,7 @@ def measure_option(ranks: Ranks, option: Option, quick: bool) -> Case:
 
 
 def measure(quick: bool, command: str) -> Record:
-    options = [*OPTIONS.values(), AUDIT]
+    options = [*OPTIONS.values(), *AUDITS.values()]
     if quick:
         options = [replace(option, shape=TINY) for option in options]
     with Ranks(2) as ranks:
@@ -199,7 +196,15 @@ HEADER = (
     "90 % of",
     "wrong",
 )
-AUDIT_HEADER = ("audit", "step", "audited step", "one audit", "of 100 steps", "wrong")
+AUDIT_HEADER = (
+    "option",
+    "layers",
+    "step",
+    "audited step",
+    "one audit",
+    f"of {AUDIT_EVERY} steps",
+    "wrong",
+)
 
 
 def render(record: Record) -> list[str]:
@@ -207,7 +212,8 @@ def render(record: Record) -> list[str]:
     lines += ["Added: to compute, within a turn.", ""]
     lines += table(HEADER, [_row(case) for case in record.cases if case.name in OPTIONS])
     lines += ["", "An audit of the replicas in every step, beside none:", ""]
-    return [*lines, *table(AUDIT_HEADER, [_audit_row(record.case(AUDIT.name))]), ""]
+    rows = [_audit_row(case) for case in record.cases if case.name in AUDITS]
+    return [*lines, *table(AUDIT_HEADER, rows), ""]
 
 
 def _row(case: Case) -> tuple[str, ...]:
@@ -228,6 +234,7 @@ def _row(case: Case) -> tuple[str, ...]:
 
 def _audit_row(case: Case) -> tuple[str, ...]:
     return (
+        case.name,
         f"{case.parameters['layers']} x {case.parameters['width']}",
         *(time_text(case.medians_s[name]) for name in ("pydist", "audited")),
         time_text(added_s(case.samples_s["audited"], case.samples_s["pydist"])),
@@ -253,8 +260,10 @@ def aims(record: Record) -> list[Aim]:
         for case in record.cases
         if case.name in OPTIONS
     ]
-    share = 100 * audit_share(record.case(AUDIT.name))
-    return [*added, Aim("audit_every=100: time added to a step", 1.0, share, False, "%")]
+    shares = [(audit_share(record.case(name)), name) for name in AUDITS]
+    share, where = max(shares)
+    text = f"audit_every={AUDIT_EVERY}: time added to a step"
+    return [*added, Aim(text, 1.0, 100 * share, False, "%", where)]
 
 
 if __name__ == "__main__":

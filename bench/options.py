@@ -77,7 +77,8 @@ class Option:
     skips: bool = False  # every third layer, others in every step
     ranks_skip_alike: bool = True
     joined: bool = False
-    # Of pydist's parameters to the peer's; None: only that ranks agree and the loss is finite.
+    # Of pydist's parameters to the peer's; None: ranks agree, the loss is finite, and
+    # the hook ran as often.
     tolerance: float | None = EXACT
     peer: str = "ddp"
 
@@ -114,9 +115,11 @@ OPTIONS = {
 }
 
 # An audit in every step beside none: the difference is one audit.
-AUDIT = Option(
-    "replica audit",
-    {"pydist": Wrapping(), "audited": Wrapping({"audit_every": 1})},
-    tolerance=0.0,
-    peer="audited",
-)
+_AUDITED = {"pydist": Wrapping(), "audited": Wrapping({"audit_every": 1})}
+AUDITS = {
+    option.name: option
+    for option in (
+        Option("audit", _AUDITED, tolerance=0.0, peer="audited"),
+        Option("audit, deep", _AUDITED, DEEP, tolerance=0.0, peer="audited"),
+    )
+}
