@@ -13,7 +13,7 @@ from bench import bound, command_line
 from bench.models import FULL, QUICK, WORKLOADS, Workload
 from bench.ranks import Rank, Ranks, Span, elapsed_s
 from bench.record import Case, Parameter, Record
-from bench.sampling import added_ratio, added_ratio_interval, added_s
+from bench.sampling import added_ratio, added_ratio_interval, added_s, interleaved
 from bench.table import Aim, size_text, table, time_text
 
 NAME = "data_parallel"
@@ -115,11 +115,9 @@ def measure_workload(pools: dict[str, Ranks], name: str, quick: bool) -> Case:
     for pool, ranks in pools.items():
         nbytes = ranks.call(set_up, name, CONTENDERS[pool])[0]
     samples_s: dict[str, list[float]] = {contender + pool: [] for pool, contender in contenders}
-    for turn in range(-1, NUM_TURNS[quick]):
-        shift = turn % len(contenders)  # nobody always follows the same contender's caches
-        for pool, contender in contenders[shift:] + contenders[:shift]:
-            seconds = elapsed_s(pools[pool].call(take_steps, contender, steps)) / steps
-            samples_s[contender + pool] += [seconds] if turn >= 0 else []
+    for turn, (pool, contender) in interleaved(contenders, NUM_TURNS[quick]):
+        seconds = elapsed_s(pools[pool].call(take_steps, contender, steps)) / steps
+        samples_s[contender + pool] += [seconds] if turn >= 0 else []
     wrong = {"pydist" + pool: sum(pools[pool].call(num_wrong, "pydist", "ddp")) for pool in pools}
     wrong["armed"] = sum(pools[""].call(num_wrong, "armed", "compute"))
     facts = {"born_share" + pool: min(pools[pool].call(born_share)) for pool in pools}

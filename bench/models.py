@@ -1,4 +1,4 @@
-"""Owns the models that the data-parallel benchmark trains, with their batches."""
+"""Owns the models that the data-parallel benchmarks train, with their batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +24,21 @@ def mlp(num_layers: int, width: int) -> nn.Module:
     for _ in range(num_layers):
         layers += [nn.Linear(width, width), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
+
+
+class ResidualStack(nn.Module):
+    """Equal smooth layers, each added to its input: any of them can be left out of a step."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+
+    def forward(self, inputs: Tensor, skipped: int | None = None) -> Tensor:
+        """Without every third layer, from `skipped` (modulo 3) on."""
+        for index, layer in enumerate(self.layers):
+            if skipped is None or (index - skipped) % 3 != 0:
+                inputs = torch.add(inputs, torch.tanh(layer(inputs)), alpha=1 / len(self.layers))
+        return inputs
 
 
 class Transformer(nn.Module):

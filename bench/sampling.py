@@ -1,11 +1,22 @@
-"""Owns the statistics of interleaved samples: differences within a turn, a ratio's certainty."""
+"""Owns interleaved samples: who follows whom, differences within a turn, a ratio's certainty."""
 
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 RESAMPLES = 2000
+
+
+def interleaved(contenders: Sequence[T], num_turns: int) -> Iterator[tuple[int, T]]:
+    """Turn and contender; turn -1 warms up, and nobody always follows the same one's caches."""
+    for turn in range(-1, num_turns):
+        shift = turn % len(contenders)
+        for contender in [*contenders[shift:], *contenders[:shift]]:
+            yield turn, contender
 
 
 def added_s(own_s: Sequence[float], base_s: Sequence[float]) -> float:

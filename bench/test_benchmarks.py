@@ -3,7 +3,7 @@
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench import all_reduce, allocator, data_parallel, pack
+from bench import all_reduce, allocator, data_parallel, data_parallel_options, options, pack
 from bench.models import FULL, WORKLOADS
 from bench.ranks import Rank, Ranks, RanksClock, Span
 from bench.table import size_text
@@ -51,6 +51,21 @@ def test_step(benchmark: BenchmarkFixture, two_ranks: Ranks, workload: str, cont
 
     def one() -> None:
         clock.advance(two_ranks.call(data_parallel.take_steps, contender, steps))
+
+    benchmark.pedantic(one, rounds=ROUNDS, warmup_rounds=1)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("contender", ["compute", "ddp", "pydist"])
+@pytest.mark.parametrize("name", options.OPTIONS)
+def test_option(benchmark: BenchmarkFixture, two_ranks: Ranks, name: str, contender: str) -> None:
+    option = options.OPTIONS[name]
+    steps = option.shape.steps
+    benchmark.group = f"data_parallel_options, {name}, {steps} steps"
+    two_ranks.call(data_parallel_options.clear)
+    two_ranks.call(data_parallel_options.set_up, option, (contender,))
+
+    def one() -> None:
+        clock.advance(two_ranks.call(data_parallel_options.take_steps, contender, steps))
 
     benchmark.pedantic(one, rounds=ROUNDS, warmup_rounds=1)  # type: ignore[no-untyped-call]
 

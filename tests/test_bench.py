@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))  # last: an installed pydist goes before the source tree
 
-from bench import command_line, render, sampling  # noqa: E402  (found through the line above)
+from bench import command_line, data_parallel_options, options, render, sampling  # noqa: E402  (found through the line above)
 from bench.record import Record, load  # noqa: E402
 from bench.table import Aim, aims_table, size_text, table, time_text  # noqa: E402
 
@@ -93,6 +94,30 @@ def test_drift_of_the_machine_drops_out() -> None:
     assert sampling.added_s(own_s, drift_s) == pytest.approx(0.1)
     assert sampling.added_ratio(own_s, peer_s, drift_s) == pytest.approx(0.1)
     assert sampling.added_ratio_interval(own_s, peer_s, drift_s) == pytest.approx((0.1, 0.1))
+
+
+def test_nobody_always_follows_the_same_contender() -> None:
+    turns = list(sampling.interleaved("abc", 2))
+    assert turns[:3] == [(-1, "c"), (-1, "a"), (-1, "b")]
+    assert [contender for _, contender in turns[3:]] == ["a", "b", "c", "b", "c", "a"]
+
+
+def test_gradients_that_went_wrong_are_told_from_rounding() -> None:
+    """Parameters hardly move in a benchmark: a difference is judged by how far they did."""
+    torch.manual_seed(0)
+    initial, gradient = torch.randn(1000), torch.randn(1000)
+    num_beyond = data_parallel_options.num_beyond
+    expected = initial - 0.01 * gradient
+    assert num_beyond(options.EXACT, expected, expected, initial) == 0
+    halved = initial - 0.01 * gradient.half().float()
+    assert num_beyond(options.FP16, halved, expected, initial) == 0
+    assert num_beyond(options.EXACT, halved, expected, initial) > 0
+    one_wrong = expected.clone()
+    one_wrong[7] += 0.01
+    assert num_beyond(options.BF16, one_wrong, expected, initial) == 1
+    assert num_beyond(0.0, expected, expected, initial) == 0
+    assert num_beyond(0.0, expected.nextafter(initial), expected, initial) == 1000
+    assert num_beyond(0.0, initial, initial, initial) > 0, "nothing was trained"
 
 
 def test_units() -> None:
