@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 #include "base/fork.h"
@@ -350,10 +351,12 @@ void Reducer::close_round() {
   publish_late_ = publish_late_ || (options_.comm_hook && again.any());
   average_sparse(used_by_any_, round_->size(), true);
   if (counters_.num_rounds++ == 0) used_first_ = used_by_any_;
+  ever_changed_ = ever_changed_ || last_round_changed();
   last_had_unused_ = by_output_ && !unused_in_last_round().empty();
   record_.used.clear();
   record_.again.clear();
   open_ = false;
+  for (const auto& action : std::exchange(after_round_, {})) action();
 }
 
 // Ranks that had a second gradient give it, the others zeros; `again` is the same on all ranks, so
