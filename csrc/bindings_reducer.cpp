@@ -1,4 +1,5 @@
 // The reducer as Python sees it.
+#include <pybind11/functional.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/distributed/c10d/python_comm_hook.h>
 #include <torch/csrc/utils/pybind.h>
@@ -264,6 +265,11 @@ void bind_reducer(py::module_& module) {
                              "True if the last round used other parameters than the first.")
       .def_property_readonly("has_unreduced", &Reducer::has_unreduced,
                              "True if gradients of backwards since the last round are waiting.")
+      .def_property_readonly("ever_changed", &Reducer::ever_changed,
+                             "True if some round used other parameters than the first.")
+      .def_property_readonly("is_open", &Reducer::is_open, "True while a round is going on.")
+      .def("call_after_round", &Reducer::call_after_round, py::arg("action"),
+           "Runs action() once, at the end of the next round.")
       .def("unused_in_last_round", &Reducer::unused_in_last_round,
            "Indices of trainable parameters that no rank used in the last round.")
       .def("changed_since_first_round", &Reducer::changed_since_first_round,

@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel import DistributedDataParallel
 
 from pydist import _C
 from pydist._arguments import (
@@ -25,15 +23,15 @@ from pydist._arguments import (
     resolve_unused,
     resolve_wire_dtype,
 )
-from pydist._buffers import synchronize_buffers
 from pydist._comm_hooks import Hook, builtin_hook, check_comm_hook, hook_name, reducer_hook
+from pydist._dynamo import untraced, untraced_with_callees
 from pydist._engine import group_engine
 from pydist._logging_data import DataParallelLogger
 from pydist._module_watch import ModuleWatch, find_replacements, lent_tensors
 from pydist._outputs import tensors_of
 from pydist._replica_audit import ReplicaAudit, resolve_audit
 from pydist._sparse import SparseMean, sparse_parameters
-from pydist._torch_surface import TorchReducer
+from pydist._torch_surface import TorchSurface
 from pydist._verification import describe_tensors, verify_models, verify_settings
 from pydist.errors import UsageError
 from pydist.report import Report
@@ -50,7 +48,7 @@ _NOT_YET: dict[str, Any] = {
 }
 
 
-class DataParallel(DistributedDataParallel):
+class DataParallel(TorchSurface):
     """Trains one replica of ``module`` per rank: every backward leaves the mean gradient on all.
 
     Takes the arguments of :class:`torch.nn.parallel.DistributedDataParallel`, and is an instance
@@ -135,8 +133,7 @@ class DataParallel(DistributedDataParallel):
         unused_parameters: str = "warn",
         audit_every: int | None = None,
     ) -> None:
-        torch.nn.Module.__init__(self)
-        Joinable.__init__(self)
+        super().__init__()
         given = locals()
         if not isinstance(module, torch.nn.Module):
             raise UsageError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -300,11 +297,6 @@ class DataParallel(DistributedDataParallel):
         return ((name, tensor) for name, tensor in named if name not in self.parameters_to_ignore)
 
     @property
-    def modules_buffers(self) -> list[torch.Tensor]:  # type: ignore[override]
-        """The buffers that ranks share."""
-        return [buffer for _, buffer in self._not_ignored(self.module.named_buffers())]
-
-    @property
     def broadcast_buffers(self) -> bool:
         """torch's older name of forward_sync_buffers."""
         return self.forward_sync_buffers
@@ -315,11 +307,13 @@ class DataParallel(DistributedDataParallel):
 
     # -- training -------------------------------------------------------------------------------
 
+    @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; a backward from its outputs averages gradients, except in no_sync()."""
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
 
+    @untraced_with_callees
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """What comes before the module's own forward; its arguments, moved where they belong."""
         if self._reducer is None:  # a copy, used for the first time
@@ -331,9 +325,9 @@ class DataParallel(DistributedDataParallel):
             if self.require_backward_grad_sync:
                 self._observe()
             self._reducer.prepare(self.require_backward_grad_sync)
-        if self.require_forward_param_sync and self.forward_sync_buffers:
+        if self._syncs_buffers_now(after_forward=False):
             start_ns = time.monotonic_ns()
-            synchronize_buffers(self._engine, self.module, self.modules_buffers)
+            self._sync_buffers()
             self._reducer.discount_wait(time.monotonic_ns() - start_ns)
         if self.device_ids:
             return self._moved(inputs, kwargs)
@@ -348,11 +342,11 @@ class DataParallel(DistributedDataParallel):
             self._audit.run(self._engine, self._model_name, self._state())
             self._reducer.discount_wait(time.monotonic_ns() - start_ns)
 
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.module(*inputs, **kwargs)
-
+    @untraced_with_callees
     def _post_forward(self, output: Any) -> Any:
         """What comes after it: backward from `output` will be a round."""
+        if self._syncs_buffers_now(after_forward=True):
+            self._sync_buffers()
         synchronize = self.require_backward_grad_sync
         if torch.is_grad_enabled():
             self._reducer.watch(list(tensors_of(output)), synchronize)
@@ -489,16 +483,6 @@ class DataParallel(DistributedDataParallel):
         _, parameters = self._trainable_candidates()
         self._make_reducer(parameters)
 
-    @property
-    def reducer(self) -> TorchReducer:  # type: ignore[override]
-        """The private names of torch's reducer, for torch's own hooks."""
-        return TorchReducer(self)
-
-    @property
-    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
-        """True once a backward has shown torch's hooks which buckets there are."""
-        return bool(self._reducer is not None and self._reducer.counters()["num_rounds"])
-
     # -- copies ---------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
@@ -524,8 +508,7 @@ class DataParallel(DistributedDataParallel):
             "DistributedDataParallel for these"
         )
 
-    join = join_hook = _register_buffer_comm_hook = _not_yet
-    _set_static_graph = _update_process_group = _not_yet
+    join = join_hook = _not_yet
 
     def _remove_autograd_hooks(self) -> None:
         """Leaves gradients local from now on, until the next forward hooks the parameters again."""

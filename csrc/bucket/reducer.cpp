@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 #include "base/clock.h"
@@ -368,10 +369,12 @@ void Reducer::close_round() {
   stats_.finish(monotonic_ns());
   last_ready_order_.swap(ready_order_);
   if (counters_.num_rounds++ == 0) used_first_ = used_by_any_;
+  ever_changed_ = ever_changed_ || last_round_changed();
   last_had_unused_ = by_output_ && !unused_in_last_round().empty();
   record_.used.clear();
   record_.again.clear();
   open_ = false;
+  for (const auto& action : std::exchange(after_round_, {})) action();
   // Only now, when gradients are the mean and the round is closed on all ranks: each raises the
   // same, and the next step finds nothing half done.
   if (options_.unused_is_error) raise_if_unused();

@@ -123,6 +123,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const std::vector<int>& ready_order() const { return last_ready_order_; }
   // Parameters whose use changed between the first round and the last.
   std::vector<int> changed_since_first_round() const;
+  // Some round used other parameters than the first.
+  bool ever_changed() const { return ever_changed_; }
+  // A round is going on.
+  bool is_open() const { return open_; }
+
+  // Runs `action` once, at the end of the next round, in the thread that closes it.
+  void call_after_round(std::function<void()> action) { after_round_.push_back(std::move(action)); }
 
   // Gradients of backwards since the last round are waiting to be reduced.
   bool has_unreduced() const { return record_.used.any(); }
@@ -240,6 +247,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Bitmap used_by_any_;
   Bitmap used_first_;
   bool last_had_unused_ = false;
+  bool ever_changed_ = false;
+  std::vector<std::function<void()>> after_round_;
   bool open_ = false;       // a round is going on
   bool gate_open_ = false;  // its gradient has come in this round
   int armed_task_ = -1;     // graph task of a backward that only accumulates

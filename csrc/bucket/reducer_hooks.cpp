@@ -16,6 +16,18 @@ namespace {
 using torch::autograd::FunctionPostHook;
 using torch::autograd::FunctionPreHook;
 using torch::autograd::variable_list;
+using torch::dynamo::autograd::CompiledNodeArgs;
+
+// Compiled autograd turns a backward into a graph of its own, in which no hook of ours would run.
+void refuse_compiled_autograd(const std::weak_ptr<Reducer>& hooked) {
+  const auto reducer = hooked.lock();
+  if (reducer == nullptr) return;
+  reducer->guard([] {
+    throw UsageError(
+        "DataParallel averages gradients in hooks that compiled autograd does not run; switch "
+        "torch._dynamo.config.compiled_autograd off (the forward may be compiled)");
+  });
+}
 
 class OutputHook final : public FunctionPreHook {
  public:
@@ -27,6 +39,7 @@ class OutputHook final : public FunctionPreHook {
     }
     return gradients;
   }
+  void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_autograd(reducer_); }
 
  private:
   std::weak_ptr<Reducer> reducer_;
@@ -41,6 +54,7 @@ class BeforeAccumulation final : public FunctionPreHook {
     if (const auto reducer = reducer_.lock()) reducer->before_accumulation(index_, gradients);
     return gradients;
   }
+  void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_autograd(reducer_); }
 
  private:
   std::weak_ptr<Reducer> reducer_;
@@ -57,6 +71,7 @@ class AfterAccumulation final : public FunctionPostHook {
     }
     return outputs;
   }
+  void compiled_args(CompiledNodeArgs&) const override { refuse_compiled_autograd(reducer_); }
 
  private:
   std::weak_ptr<Reducer> reducer_;
