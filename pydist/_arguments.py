@@ -161,57 +161,55 @@ class Delayed:
     """Parameters whose reduction starts with another's gradient; none by default.
 
     Attributes:
-        parameters: by name; they may live outside the module.
-        gate: the parameter that is waited for.
+        names: of the parameters, in the module where it has them.
+        gate: the name of the parameter that is waited for.
+        outside: those that the module does not have, or ignores.
     """
 
-    parameters: dict[str, torch.nn.Parameter] = dataclasses.field(default_factory=dict)
-    gate: torch.nn.Parameter | None = None
+    names: frozenset[str] = frozenset()
+    gate: str | None = None
+    outside: dict[str, torch.nn.Parameter] = dataclasses.field(default_factory=dict)
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        return any(parameter is other for other in self.parameters.values())
-
-    def settings(self, names: list[str], parameters: list[torch.Tensor]) -> dict[str, Any]:
-        """Indices of the delayed ones and of the gate among all parameters."""
-        gate = -1
-        if self.gate is not None:
-            places = [index for index, other in enumerate(parameters) if other is self.gate]
-            if not places or not self.gate.requires_grad:
-                raise UsageError(
-                    "param_to_hook_all_reduce must be a parameter of the module, or one of "
-                    "delay_all_reduce_named_params, that requires a gradient; got one of shape "
-                    f"{tuple(self.gate.shape)} with requires_grad={self.gate.requires_grad} that "
-                    + (f"is {names[places[0]]}" if places else "is none of them")
-                )
-            gate = places[0]
-        delayed = [index for index, other in enumerate(parameters) if self.holds(other)]
-        return {"delayed": delayed, "gate": gate}
+    def settings(self, names: list[str]) -> dict[str, Any]:
+        """Indices of the delayed ones and of the gate in the names of all parameters."""
+        delayed = [index for index, name in enumerate(names) if name in self.names]
+        return {"delayed": delayed, "gate": -1 if self.gate is None else names.index(self.gate)}
 
 
 def resolve_delayed(
     named: Iterable[tuple[str, torch.nn.Parameter]] | None,
     gate: torch.nn.Parameter | None,
     module: torch.nn.Module,
+    ignored: set[str],
 ) -> Delayed:
-    """Checks what can be checked before all parameters are known."""
+    """What is delayed and until when; UsageError where that cannot work."""
     if (named is None) != (gate is None):
         raise UsageError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce "
             "need to be set at the same time."
         )
-    if named is None:
+    if named is None or gate is None:
         return Delayed()
-    delayed: dict[str, torch.nn.Parameter] = {}
-    of_module = dict(module.named_parameters(remove_duplicate=False))
+    known = {id(p): name for name, p in module.named_parameters() if name not in ignored}
+    delayed = set()
+    outside = {}
     for name, parameter in named:
-        if any(parameter is other for other in delayed.values()):
-            continue
-        if of_module.get(name, parameter) is not parameter or name in delayed:
-            raise UsageError(
-                f"delay_all_reduce_named_params names {name}, but another parameter has this name"
-            )
-        delayed[name] = parameter
-    return Delayed(delayed, gate)
+        if id(parameter) not in known:
+            if name in known.values():
+                raise UsageError(
+                    f"delay_all_reduce_named_params names {name}, but another parameter has this "
+                    "name"
+                )
+            known[id(parameter)] = name
+            outside[name] = parameter
+        delayed.add(known[id(parameter)])
+    if id(gate) not in known or not gate.requires_grad:
+        found = f"{known[id(gate)]}, which does not" if id(gate) in known else "none of them"
+        raise UsageError(
+            "param_to_hook_all_reduce must be a parameter of the module, or one of "
+            f"delay_all_reduce_named_params, that requires a gradient; got {found}"
+        )
+    return Delayed(frozenset(delayed), known[id(gate)], outside)
 
 
 def resolve_wire_dtype(wire_dtype: torch.dtype | None) -> str | None:

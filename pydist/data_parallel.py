@@ -170,7 +170,10 @@ class DataParallel(TorchSurface):
         self.bucket_bytes_cap_list = self._bucket_caps.given_nbytes
         self.bucket_bytes_cap_default = self._bucket_caps.is_default
         self._delayed = resolve_delayed(
-            delay_all_reduce_named_params, param_to_hook_all_reduce, module
+            delay_all_reduce_named_params,
+            param_to_hook_all_reduce,
+            module,
+            self.parameters_to_ignore,
         )
         self._wire_dtype = resolve_wire_dtype(wire_dtype)
         self._warned_unused = False
@@ -190,7 +193,6 @@ class DataParallel(TorchSurface):
             self._names, parameters = self._trainable_candidates()
             sparse = sparse_parameters(self.module)
             self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
-            self._reducer_settings(parameters)  # raises where they make no sense
             self._place(parameters)
             adopt_sync_batchnorm(self.module)
         if init_sync:
@@ -210,7 +212,7 @@ class DataParallel(TorchSurface):
             size=self._engine.size,
             timeout_s=self._engine.timeout_s,
             global_ranks=self._engine.global_ranks,
-            settings=self._reducer_settings(parameters),
+            settings=self._reducer_settings(),
         )
         self._watch = ModuleWatch(self.module)
         self.logger = DataParallelLogger(self)
@@ -229,7 +231,7 @@ class DataParallel(TorchSurface):
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "wire_dtype": self._wire_dtype,
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
-            "delayed parameters": self._delayed.settings(self._names, parameters),
+            "delayed parameters": self._delayed.settings(self._names),
             "unused_parameters": self.unused_parameters,
             "audit_every": self.audit_every,
             "number of parameters": len(parameters),
@@ -238,7 +240,7 @@ class DataParallel(TorchSurface):
             "parameters with sparse gradients": [self._names[i] for i in self._sparse],
         }
 
-    def _reducer_settings(self, parameters: list[torch.Tensor]) -> dict[str, Any]:
+    def _reducer_settings(self) -> dict[str, Any]:
         """What the C++ reducer reads (see bindings_reducer.cpp)."""
         return {
             "name": self._model_name,
@@ -247,10 +249,10 @@ class DataParallel(TorchSurface):
             "bucket_view": self.gradient_as_bucket_view,
             "comm_hook": reducer_hook(self),
             "wire_dtype": self._wire_dtype,
-            **self._delayed.settings(self._names, parameters),
             "sparse": self._sparse,
             "average_sparse": SparseMean(self._engine),
             "unused_is_error": self.unused_parameters == "error",
+            **self._delayed.settings(self._names),
         }
 
     @property
@@ -286,12 +288,8 @@ class DataParallel(TorchSurface):
 
     def _all_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Those of the module, and delayed ones that are not among them."""
-        of_module = dict(self._not_ignored(self.module.named_parameters()))
-        yield from of_module.items()
-        known = {id(parameter) for parameter in of_module.values()}
-        for name, parameter in self._delayed.parameters.items():
-            if id(parameter) not in known:
-                yield name, parameter
+        yield from self._not_ignored(self.module.named_parameters())
+        yield from self._delayed.outside.items()
 
     def _not_ignored(self, named: Iterator[tuple[str, _T]]) -> Iterator[tuple[str, _T]]:
         return ((name, tensor) for name, tensor in named if name not in self.parameters_to_ignore)
@@ -468,6 +466,11 @@ class DataParallel(TorchSurface):
         if self._comm_hooks:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
+        if self._wire_dtype is not None:
+            raise UsageError(
+                f"{self._model_name} was made with wire_dtype, but how gradients travel is a "
+                "communication hook's own affair; leave away one of the two"
             )
         if self._reducer is None:  # a copy
             self._build(init_sync=False)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from conftest import Transport
 from models import TwoHeads, wavy_loss
@@ -120,6 +121,26 @@ def train_delayed(rank: int, world_size: int, width: int, options: dict[str, Any
         assert_reduced(again, expected)
 
 
+def train_with_hook(rank: int, world_size: int, width: int) -> None:
+    module = Layers(width)
+    expected = OneProcess(module, world_size)
+    model = wrap(module)
+    module.last.weight = nn.Parameter(module.last.weight.detach().clone())
+    model.register_comm_hook(None, allreduce_hook)
+    for step in range(3):
+        assert_step_reduced(model, expected, loss_of, rank, step)
+    model.zero_grad()
+    seen = watch_publishing(model, rank)
+    assert not seen["middle.weight"] & LAST
+    assert seen["first.weight"] >= LAST
+
+
+def test_a_communication_hook_gets_the_delayed_bucket_too(transport: Transport) -> None:
+    """The delayed parameters are the hook's last bucket, and still wait for the gate; also one that
+    took another's place meanwhile."""
+    transport.pool(2).run(train_with_hook, 192)
+
+
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
 @pytest.mark.parametrize("width", [8, 192])
 def test_delayed_gradients_are_the_mean(
@@ -194,8 +215,8 @@ def refuse(rank: int, world_size: int) -> None:
     cases: list[tuple[Any, Any, str]] = [
         (last, None, both),
         (None, module.first.weight, both),
-        (last, foreign, "is none of them"),
-        (last, frozen, "requires_grad=False that is frozen"),
+        (last, foreign, "got none of them"),
+        (last, frozen, "got frozen, which does not"),
         ([("last.weight", foreign)], module.first.weight, "names last.weight, but another"),
     ]
     for named, gate, text in cases:

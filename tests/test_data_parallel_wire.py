@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -285,6 +286,11 @@ def refuse(rank: int, world_size: int) -> None:
     )
     assert "parameter weight" in str(error)
     assert "either gradient_as_bucket_view=True or wire_dtype" in str(error)
+    model = DataParallel(Scalar(), wire_dtype=torch.float16)
+    error = expect_error(UsageError, lambda: model.register_comm_hook(None, allreduce_hook))
+    assert "made with wire_dtype" in str(error)
+    model(2.0 * rank).backward()
+    assert float(model.module.weight.grad) == 1.0
     wire = HALVES[rank]
     error = expect_error(MismatchError, lambda: DataParallel(Scalar(), wire_dtype=wire))
     assert "wire_dtype" in str(error)
@@ -293,7 +299,8 @@ def refuse(rank: int, world_size: int) -> None:
 
 
 def test_refusals(transport: Transport) -> None:
-    """Other types, views of what is not stored in the gradient's type, and ranks that disagree."""
+    """Other types, views of what is not stored in the gradient's type, communication hooks, which
+    leave the model as it was, and ranks that disagree."""
     transport.pool(2).run(refuse)
 
 

@@ -60,7 +60,7 @@ RoundOptions Reducer::plan(const std::vector<at::Tensor>& parameters,
     ParameterSpec spec;
     spec.dtype = wire_dtype(real_dtype(parameters[i]), options.wire);
     spec.num_elements = parameters[i].numel() * (parameters[i].is_complex() ? 2 : 1);
-    PYDIST_CHECK(!options.bucket_view || spec.dtype == real_dtype(parameters[i]), UsageError,
+    PYDIST_CHECK(!has_buckets_only(options) || spec.dtype == real_dtype(parameters[i]), UsageError,
                  "the gradient of parameter ", names[i], " is ",
                  toString(parameters[i].scalar_type()), " and cannot be a view of a bucket of ",
                  dtype_name(spec.dtype),
@@ -282,7 +282,7 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
   } else if (!parameter.ready) {
     parameter.ready = true;
     ready_order_.push_back(index);
-    if (--states_[parameter.unit].missing == 0 && !publish_late_) publish_ready(index, incoming);
+    if (--states_[parameter.unit].missing == 0) publish_ready(index, incoming);
   }
   round_->progress();
 }
@@ -300,7 +300,7 @@ void Reducer::open_gate(const std::vector<at::Tensor>& incoming) {
 void Reducer::publish_ready(int index, const std::vector<at::Tensor>& incoming) {
   Parameter& parameter = parameters_[index];
   const int unit = parameter.unit;
-  if (states_[unit].late) return;
+  if (states_[unit].late || publish_late_) return;
   if (!units_[unit].alone) {
     publish_packed(unit, bucket_reason());
     return;
