@@ -25,6 +25,7 @@ from pydist._arguments import (
     resolve_unused,
     resolve_wire_dtype,
 )
+from pydist._backward_optimizers import take_over_optimizers
 from pydist._buffers import synchronize_buffers
 from pydist._comm_hooks import Hook, builtin_hook, check_comm_hook, hook_name, reducer_hook
 from pydist._engine import group_engine
@@ -177,6 +178,7 @@ class DataParallel(DistributedDataParallel):
         )
         self._wire_dtype = resolve_wire_dtype(wire_dtype)
         self._warned_unused = False
+        self._lazy_init_ran = False
         self._comm_hooks: list[tuple[Hook, Any]] = []
         self.unused_parameters = resolve_unused(unused_parameters, find_unused_parameters)
         self.audit_every = resolve_audit(audit_every)
@@ -201,9 +203,9 @@ class DataParallel(DistributedDataParallel):
         verify_settings(self._engine, self._model_name, self._agreed_settings(parameters))
         if init_sync:
             self._engine.broadcast_tensors([tensor.detach() for _, _, tensor in self._state()])
-        self._make_reducer(parameters)
+        self._make_reducer(parameters, settings)
 
-    def _make_reducer(self, parameters: list[torch.Tensor]) -> None:
+    def _make_reducer(self, parameters: list[torch.Tensor], settings: dict[str, Any]) -> None:
         self._reducer = _C.Reducer(
             parameters=parameters,
             names=self._names,
@@ -324,6 +326,9 @@ class DataParallel(DistributedDataParallel):
         """What comes before the module's own forward; its arguments, moved where they belong."""
         if self._reducer is None:  # a copy, used for the first time
             self._build(init_sync=False)
+        if not self._lazy_init_ran:
+            take_over_optimizers(self._module_parameters)
+            self._lazy_init_ran = True
         self._warn_of_last_round()
         if torch.is_grad_enabled():
             if self._watch.changed():
@@ -477,6 +482,10 @@ class DataParallel(DistributedDataParallel):
             )
         if self._reducer is None:  # a copy
             self._build(init_sync=False)
+        if self._wire_dtype is not None:
+            raise UsageError(
+                "a communication hook decides how gradients travel; leave wire_dtype at None"
+            )
         if self._reducer.has_unreduced:
             raise UsageError(
                 f"{self._model_name} has gradients that ranks have not averaged yet; register the "
@@ -487,7 +496,7 @@ class DataParallel(DistributedDataParallel):
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = name
         _, parameters = self._trainable_candidates()
-        self._make_reducer(parameters)
+        self._make_reducer(parameters, self._reducer_settings(parameters))
 
     @property
     def reducer(self) -> TorchReducer:  # type: ignore[override]

@@ -34,6 +34,7 @@ PYTHON_LAYERS = [
     {
         "_advice",
         "collectives",
+        "_backward_optimizers",
         "_buffers",
         "_comm_hooks",
         "_mesh",

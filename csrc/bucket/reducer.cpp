@@ -251,6 +251,7 @@ void Reducer::begin_units() {
 void Reducer::before_accumulation(int index, const std::vector<at::Tensor>& incoming) {
   Parameter& parameter = parameters_[index];
   if (incoming.empty() || !incoming[0].defined()) return;  // a function gave None: nothing comes
+  if (defers(index)) defer_hook(index);
   if (!open_ || parameter.unit < 0 || !states_[parameter.unit].published) return;
   // Peers may be reading and writing this gradient's memory: let autograd fill another.
   if (parameter.aside.defined()) return;
@@ -268,9 +269,9 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
   if (!open_) return;
   const at::Tensor& gradient = parameter.variable.grad();
   PYDIST_CHECK(gradient.defined(), UsageError, "the gradient of parameter ", parameter.name,
-               " was gone as soon as it was accumulated: a post-accumulate hook set it to None "
-               "(an optimizer step in backward, say), but ranks have not averaged it yet; step "
-               "the optimizer after backward()");
+               " was gone as soon as it was accumulated: a hook on its AccumulateGrad node set it "
+               "to None, but ranks have not averaged it yet; use "
+               "register_post_accumulate_grad_hook, whose hooks run after that");
   if (parameter.unit < 0) return;
   PYDIST_CHECK(gradient.layout() == at::kStrided, UsageError, "the gradient of parameter ",
                parameter.name, " is sparse, but no Embedding or EmbeddingBag of ", options_.name,
@@ -281,7 +282,7 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
   } else if (!parameter.ready) {
     parameter.ready = true;
     ready_order_.push_back(index);
-    if (--states_[parameter.unit].missing == 0 && !publish_late_) publish_ready(index, incoming);
+    if (--states_[parameter.unit].missing == 0) publish_ready(index, incoming);
   }
   round_->progress();
 }
@@ -299,7 +300,7 @@ void Reducer::open_gate(const std::vector<at::Tensor>& incoming) {
 void Reducer::publish_ready(int index, const std::vector<at::Tensor>& incoming) {
   Parameter& parameter = parameters_[index];
   const int unit = parameter.unit;
-  if (states_[unit].late) return;
+  if (states_[unit].late || publish_late_) return;
   if (!units_[unit].alone) {
     publish_packed(unit, bucket_reason());
     return;
@@ -375,6 +376,7 @@ void Reducer::close_round() {
   // Only now, when gradients are the mean and the round is closed on all ranks: each raises the
   // same, and the next step finds nothing half done.
   if (options_.unused_is_error) raise_if_unused();
+  run_deferred_hooks();
 }
 
 void Reducer::note_meeting(const std::vector<RoundRecord>& records) {
