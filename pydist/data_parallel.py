@@ -203,9 +203,9 @@ class DataParallel(DistributedDataParallel):
         verify_settings(self._engine, self._model_name, self._agreed_settings(parameters))
         if init_sync:
             self._engine.broadcast_tensors([tensor.detach() for _, _, tensor in self._state()])
-        self._make_reducer(parameters, settings)
+        self._make_reducer(parameters)
 
-    def _make_reducer(self, parameters: list[torch.Tensor], settings: dict[str, Any]) -> None:
+    def _make_reducer(self, parameters: list[torch.Tensor]) -> None:
         self._reducer = _C.Reducer(
             parameters=parameters,
             names=self._names,
@@ -496,7 +496,7 @@ class DataParallel(DistributedDataParallel):
         self._comm_hooks.append((hook, state))
         self._comm_hook_name = name
         _, parameters = self._trainable_candidates()
-        self._make_reducer(parameters, self._reducer_settings(parameters))
+        self._make_reducer(parameters)
 
     @property
     def reducer(self) -> TorchReducer:  # type: ignore[override]
