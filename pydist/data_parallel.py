@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
-from torch.distributed.utils import _to_kwargs
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from pydist import _C
@@ -30,6 +30,11 @@ from pydist._buffers import synchronize_buffers
 from pydist._comm_hooks import Hook, builtin_hook, check_comm_hook, hook_name, reducer_hook
 from pydist._engine import group_engine
 from pydist._logging_data import DataParallelLogger
+from pydist._mixed_precision import (
+    apply_mixed_precision,
+    check_mixed_precision,
+    reduction_dtype,
+)
 from pydist._module_watch import ModuleWatch, find_replacements, lent_tensors
 from pydist._outputs import tensors_of
 from pydist._replica_audit import ReplicaAudit, resolve_audit
@@ -46,9 +51,7 @@ _T = TypeVar("_T", bound=torch.Tensor)
 _USER_STACKLEVEL = 6
 
 # Arguments of torch's DDP that are refused for now, with the values that mean "not used".
-_NOT_YET: dict[str, Any] = {
-    "mixed_precision": None,
-}
+_NOT_YET: dict[str, Any] = {}
 
 
 class DataParallel(DistributedDataParallel):
@@ -87,6 +90,12 @@ class DataParallel(DistributedDataParallel):
         skip_all_reduce_unused_params: over a process group, what no rank used in the last step
             travels only if this one turns out to use it, and then at the end of backward. Ranks may
             use what they like in any step. Shared memory moves what is used anyway.
+        mixed_precision: torch's _MixedPrecision. The module's forward gets floating-point inputs
+            and computes with copies of its parameters in ``param_dtype``, cast anew each time;
+            buffers are in ``buffer_dtype`` for good. Parameters, ``.grad``, optimizers and the
+            parameters of a state dict stay as they were. Gradients travel in ``reduce_dtype``, by
+            default ``param_dtype``, as with ``wire_dtype``; with gradient_as_bucket_view in their
+            own type, which is more exact.
         batched_grad_copy: changes nothing: gradients are always copied into a bucket in one pass.
         wire_dtype: torch.bfloat16 or torch.float16: gradients of wider types travel in this one,
             which halves the bytes of float32. Each rank's contribution is rounded to it once (to
@@ -176,7 +185,12 @@ class DataParallel(DistributedDataParallel):
         self._delayed = resolve_delayed(
             delay_all_reduce_named_params, param_to_hook_all_reduce, module
         )
+        self.mixed_precision = check_mixed_precision(mixed_precision)
+        if wire_dtype is None and not gradient_as_bucket_view:
+            wire_dtype = reduction_dtype(self.mixed_precision)
         self._wire_dtype = resolve_wire_dtype(wire_dtype)
+        if self.mixed_precision is not None:
+            apply_mixed_precision(module, self.mixed_precision, self.parameters_to_ignore)
         self._warned_unused = False
         self._lazy_init_ran = False
         self._comm_hooks: list[tuple[Hook, Any]] = []
@@ -233,6 +247,7 @@ class DataParallel(DistributedDataParallel):
             "bucket_cap_mb": dataclasses.asdict(self._bucket_caps),
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "wire_dtype": self._wire_dtype,
+            "mixed_precision": str(self.mixed_precision),
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "delayed parameters": self._delayed.settings(self._names, parameters),
             "unused_parameters": self.unused_parameters,
@@ -341,7 +356,9 @@ class DataParallel(DistributedDataParallel):
             synchronize_buffers(self._engine, self.module, self.modules_buffers)
             self._reducer.discount_wait(time.monotonic_ns() - start_ns)
         if self.device_ids:
-            return self._moved(inputs, kwargs)
+            inputs, kwargs = self._moved(inputs, kwargs)
+        if self.mixed_precision is not None:
+            return _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
         return inputs, kwargs
 
     def _observe(self) -> None:

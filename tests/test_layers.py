@@ -38,6 +38,7 @@ PYTHON_LAYERS = [
         "_buffers",
         "_comm_hooks",
         "_mesh",
+        "_mixed_precision",
         "_module_watch",
         "_outputs",
         "_sparse",
