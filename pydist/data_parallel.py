@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.utils import _to_kwargs
+from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 
 from pydist import _C
 from pydist._arguments import (
@@ -23,10 +23,16 @@ from pydist._arguments import (
     resolve_unused,
     resolve_wire_dtype,
 )
+from pydist._backward_optimizers import take_over_optimizers
 from pydist._comm_hooks import Hook, builtin_hook, check_comm_hook, hook_name, reducer_hook
 from pydist._dynamo import untraced, untraced_with_callees
 from pydist._engine import group_engine
 from pydist._logging_data import DataParallelLogger
+from pydist._mixed_precision import (
+    apply_mixed_precision,
+    check_mixed_precision,
+    reduction_dtype,
+)
 from pydist._module_watch import ModuleWatch, find_replacements, lent_tensors
 from pydist._outputs import tensors_of
 from pydist._replica_audit import ReplicaAudit, resolve_audit
@@ -43,9 +49,7 @@ _T = TypeVar("_T", bound=torch.Tensor)
 _USER_STACKLEVEL = 6
 
 # Arguments of torch's DDP that are refused for now, with the values that mean "not used".
-_NOT_YET: dict[str, Any] = {
-    "mixed_precision": None,
-}
+_NOT_YET: dict[str, Any] = {}
 
 
 class DataParallel(TorchSurface):
@@ -84,6 +88,12 @@ class DataParallel(TorchSurface):
         skip_all_reduce_unused_params: over a process group, what no rank used in the last step
             travels only if this one turns out to use it, and then at the end of backward. Ranks may
             use what they like in any step. Shared memory moves what is used anyway.
+        mixed_precision: torch's _MixedPrecision. The module's forward gets floating-point inputs
+            and computes with copies of its parameters in ``param_dtype``, cast anew each time;
+            buffers are in ``buffer_dtype`` for good. Parameters, ``.grad``, optimizers and the
+            parameters of a state dict stay as they were. Gradients travel in ``reduce_dtype``, by
+            default ``param_dtype``, as with ``wire_dtype``; with gradient_as_bucket_view in their
+            own type, which is more exact.
         batched_grad_copy: changes nothing: gradients are always copied into a bucket in one pass.
         wire_dtype: torch.bfloat16 or torch.float16: gradients of wider types travel in this one,
             which halves the bytes of float32. Each rank's contribution is rounded to it once (to
@@ -175,8 +185,14 @@ class DataParallel(TorchSurface):
             module,
             self.parameters_to_ignore,
         )
+        self.mixed_precision = check_mixed_precision(mixed_precision)
+        if wire_dtype is None and not gradient_as_bucket_view:
+            wire_dtype = reduction_dtype(self.mixed_precision)
         self._wire_dtype = resolve_wire_dtype(wire_dtype)
+        if self.mixed_precision is not None:
+            apply_mixed_precision(module, self.mixed_precision, self.parameters_to_ignore)
         self._warned_unused = False
+        self._lazy_init_ran = False
         self._comm_hooks: list[tuple[Hook, Any]] = []
         self.unused_parameters = resolve_unused(unused_parameters, find_unused_parameters)
         self.audit_every = resolve_audit(audit_every)
@@ -230,6 +246,7 @@ class DataParallel(TorchSurface):
             "bucket_cap_mb": dataclasses.asdict(self._bucket_caps),
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "wire_dtype": self._wire_dtype,
+            "mixed_precision": str(self.mixed_precision),
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "delayed parameters": self._delayed.settings(self._names),
             "unused_parameters": self.unused_parameters,
@@ -316,6 +333,9 @@ class DataParallel(TorchSurface):
         """What comes before the module's own forward; its arguments, moved where they belong."""
         if self._reducer is None:  # a copy, used for the first time
             self._build(init_sync=False)
+        if not self._lazy_init_ran:
+            take_over_optimizers(self._module_parameters)
+            self._lazy_init_ran = True
         self._warn_of_last_round()
         if torch.is_grad_enabled():
             if self._watch.changed():
@@ -328,7 +348,9 @@ class DataParallel(TorchSurface):
             self._sync_buffers()
             self._reducer.discount_wait(time.monotonic_ns() - start_ns)
         if self.device_ids:
-            return self._moved(inputs, kwargs)
+            inputs, kwargs = self._moved(inputs, kwargs)
+        if self.mixed_precision is not None:
+            return _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
         return inputs, kwargs
 
     def _observe(self) -> None:

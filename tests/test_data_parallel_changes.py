@@ -275,17 +275,17 @@ def scale_late(rank: int, world_size: int, width: int) -> str:
     model.zero_grad()
     try:
         loss_of(model, rank, 1).backward()
-    except pydist.UsageError as error:
+    except (pydist.UsageError, pydist.PeerError) as error:
         return str(error)
     return " ".join(str(float(value)) for value in last.grad.flatten()[:3])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("width", list(WIDTHS.values()))
 def test_a_gradient_changed_while_it_is_averaged(transport: Transport, width: int) -> None:
-    """A hook that runs after the gradient was handed over scaled some ranks' results only: ranks
-    get the same values, or UsageError."""
+    """A hook that runs after the gradient was handed over scaled some ranks' results only.
+    Now every rank learns of it."""
     found = transport.pool(2).run(scale_late, width)
-    assert all("modified during backward" in text for text in found) or len(set(found)) == 1
+    assert all("modified during backward" in text for text in found)
 
 
 class Choice(nn.Module):

@@ -103,20 +103,22 @@ def test_gradient_memory_exchanged_during_the_round(
 
 def drop_in_hook(rank: int, world_size: int, width: int) -> str:
     module = two_layers(width)
+    weight = module.last.weight
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
-    def step_and_drop(parameter: Tensor) -> None:
-        parameter.grad = None
+    def drop(*_: Any) -> None:
+        weight.grad = None
 
-    module.last.weight.register_post_accumulate_grad_hook(step_and_drop)
+    node.register_hook(drop)
     model = DataParallel(module)
     errors = (pydist.UsageError, pydist.PeerError)  # whoever is faster lets the peer know
     return str(expect_error(errors, lambda: loss_of(model, rank, 0).backward()))
 
 
 @pytest.mark.parametrize("width", list(WIDTHS.values()))
-def test_optimizer_in_backward_is_refused(transport: Transport, width: int) -> None:
-    """A post-accumulate hook that steps and sets .grad to None runs before the reduction: replicas
-    would drift apart silently, so the error names the parameter."""
+def test_a_gradient_that_is_gone_at_once(transport: Transport, width: int) -> None:
+    """A hook on autograd's own node steps an optimizer, say, and sets .grad to None before the
+    reduction: replicas would drift apart silently, so the error names the parameter."""
     messages = transport.pool(2).run(drop_in_hook, width)
     assert any("last.weight" in message for message in messages)
 
@@ -285,12 +287,15 @@ def save_for_autograd(rank: int, world_size: int, width: int) -> int:
     products: list[Tensor] = []
     factor = torch.ones((), requires_grad=True)
 
-    def multiply(parameter: Tensor) -> None:
-        with torch.enable_grad():
-            assert parameter.grad is not None
-            products.append((parameter.grad * factor).sum())
+    weight = module.last.weight
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
-    hook = module.last.weight.register_post_accumulate_grad_hook(multiply)
+    def multiply(*_: Any) -> None:
+        with torch.enable_grad():
+            assert weight.grad is not None
+            products.append((weight.grad * factor).sum())
+
+    hook = node.register_hook(multiply)
     loss_of(model, rank, 1).backward()
     hook.remove()
     error = expect_error(RuntimeError, products[0].backward)

@@ -34,9 +34,11 @@ PYTHON_LAYERS = [
     {
         "_advice",
         "collectives",
+        "_backward_optimizers",
         "_buffers",
         "_comm_hooks",
         "_mesh",
+        "_mixed_precision",
         "_module_watch",
         "_outputs",
         "_sparse",

@@ -252,6 +252,7 @@ void Reducer::begin_units() {
 void Reducer::before_accumulation(int index, const std::vector<at::Tensor>& incoming) {
   Parameter& parameter = parameters_[index];
   if (incoming.empty() || !incoming[0].defined()) return;  // a function gave None: nothing comes
+  if (defers(index)) defer_hook(index);
   if (!open_ || parameter.unit < 0 || !states_[parameter.unit].published) return;
   // Peers may be reading and writing this gradient's memory: let autograd fill another.
   if (parameter.aside.defined()) return;
@@ -269,9 +270,9 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
   if (!open_) return;
   const at::Tensor& gradient = parameter.variable.grad();
   PYDIST_CHECK(gradient.defined(), UsageError, "the gradient of parameter ", parameter.name,
-               " was gone as soon as it was accumulated: a post-accumulate hook set it to None "
-               "(an optimizer step in backward, say), but ranks have not averaged it yet; step "
-               "the optimizer after backward()");
+               " was gone as soon as it was accumulated: a hook on its AccumulateGrad node set it "
+               "to None, but ranks have not averaged it yet; use "
+               "register_post_accumulate_grad_hook, whose hooks run after that");
   if (parameter.unit < 0) return;
   PYDIST_CHECK(gradient.layout() == at::kStrided, UsageError, "the gradient of parameter ",
                parameter.name, " is sparse, but no Embedding or EmbeddingBag of ", options_.name,
@@ -378,6 +379,7 @@ void Reducer::close_round() {
   // Only now, when gradients are the mean and the round is closed on all ranks: each raises the
   // same, and the next step finds nothing half done.
   if (options_.unused_is_error) raise_if_unused();
+  run_deferred_hooks();
 }
 
 void Reducer::note_meeting(const std::vector<RoundRecord>& records) {

@@ -13,6 +13,9 @@
 //
 // With bucket views, or a communication hook, all units are buckets.
 //
+// Users' post-accumulate hooks are put off until the gradient is the mean: they run at the end of
+// the round, on every rank, for every parameter that some rank used since the round before.
+//
 // At the end ranks agree on who used which parameter. A parameter used on any rank is averaged over
 // all of them: whoever did not use it contributes its current `.grad`, zeros where there is none. A
 // parameter used nowhere keeps its `.grad` as it was. A parameter that became ready again after its
@@ -140,6 +143,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_output(bool synchronize);
   void before_accumulation(int index, const std::vector<at::Tensor>& incoming);
   void after_accumulation(int index, const std::vector<at::Tensor>& incoming);
+  // True if a round will average the parameter's gradients, so that its hooks have to wait.
+  bool defers(int index) const;
 
  private:
   friend class RoundGuard;
@@ -177,6 +182,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   void abandon_if_open(const Error& error) noexcept;
   UsageError named(const UsageError& error) const;
+  void defer_hook(int index);
+  void run_deferred_hooks();
   void check_unchanged(const Parameter& parameter) const;
   void hook_parameters();
   void unhook(Parameter& parameter);

@@ -1,5 +1,6 @@
 // The reducer's hooks on autograd nodes. Hooks outlive the wrapper on graphs and on the module, so
 // they hold it weakly.
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
 
 #include <algorithm>
@@ -15,6 +16,7 @@ namespace {
 
 using torch::autograd::FunctionPostHook;
 using torch::autograd::FunctionPreHook;
+using torch::autograd::PostAccumulateGradHook;
 using torch::autograd::variable_list;
 using torch::dynamo::autograd::CompiledNodeArgs;
 
@@ -78,7 +80,71 @@ class AfterAccumulation final : public FunctionPostHook {
   int index_;
 };
 
+// Stands in a parameter's place for its post-accumulate hooks (one object in C++, whatever their
+// number) and does nothing while they have to wait.
+class DeferredHook final : public PostAccumulateGradHook {
+ public:
+  DeferredHook(std::weak_ptr<Reducer> reducer, int index,
+               std::unique_ptr<PostAccumulateGradHook> original)
+      : original_(std::move(original)), reducer_(std::move(reducer)), index_(index) {}
+  void operator()(const at::Tensor& parameter) override {
+    if (!waits()) run(parameter);
+  }
+  void run(const at::Tensor& parameter) { (*original_)(parameter); }
+  bool waits() const {
+    const auto reducer = reducer_.lock();
+    return reducer != nullptr && reducer->defers(index_);
+  }
+  std::unique_ptr<PostAccumulateGradHook> take() { return std::move(original_); }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    original_->compiled_args(args);
+  }
+  void apply_with_saved(at::Tensor& parameter,
+                        torch::dynamo::autograd::SwapSavedVariables& saved) override {
+    original_->apply_with_saved(parameter, saved);
+  }
+
+ private:
+  std::unique_ptr<PostAccumulateGradHook> original_;
+  std::weak_ptr<Reducer> reducer_;
+  int index_;
+};
+
 }  // namespace
+
+bool Reducer::defers(int index) const {
+  const Parameter& parameter = parameters_[index];
+  return reduces() && parameter.accumulator != nullptr && parameter.nbytes > 0;
+}
+
+// Hooks come and go, and torch replaces the object when the first one comes, so this is looked at
+// in every backward.
+void Reducer::defer_hook(int index) {
+  auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameters_[index].variable);
+  if (hook == nullptr) return;
+  if (auto* deferred = dynamic_cast<DeferredHook*>(hook.get())) {
+    if (deferred->waits()) return;
+    hook = deferred->take();  // of a reducer that is gone
+  }
+  hook = std::make_unique<DeferredHook>(weak_from_this(), index, std::move(hook));
+}
+
+// In the order in which gradients are usually ready.
+void Reducer::run_deferred_hooks() {
+  const at::AutoGradMode no_grad(false);
+  for (int i = static_cast<int>(parameters_.size()) - 1; i >= 0; --i) {
+    if (!used_by_any_.test(i) || !defers(i)) continue;
+    const at::Tensor& variable = parameters_[i].variable;
+    const auto& hook = torch::autograd::impl::post_acc_grad_hooks(variable);
+    if (hook == nullptr) continue;
+    auto* deferred = dynamic_cast<DeferredHook*>(hook.get());
+    if (deferred != nullptr) {
+      deferred->run(variable);
+    } else {
+      (*hook)(variable);  // another rank used the parameter
+    }
+  }
+}
 
 // Units were laid out for what parameters were when they were wrapped.
 void Reducer::check_unchanged(const Parameter& parameter) const {
