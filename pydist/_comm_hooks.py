@@ -1,5 +1,6 @@
 """Owns communication hooks on the Python side: what may be registered, and how it is called."""
 
+import importlib
 import inspect
 import weakref
 from collections.abc import Callable
@@ -8,16 +9,24 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from pydist.errors import UsageError
 
 HookResult = torch.futures.Future[torch.Tensor]
 Hook = Callable[[Any, GradBucket], HookResult]
 
-_BUILTIN_HOOKS: dict[Any, Hook] = {
-    BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-    BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+_BUILTIN_HOOKS = {
+    BuiltinCommHookType.ALLREDUCE: "allreduce_hook",
+    BuiltinCommHookType.FP16_COMPRESS: "fp16_compress_hook",
+}
+
+
+# What these do is the engine's own mean, in a narrower type or not: it does it without a copy, and
+# rounds once where they round at every rank.
+_ENGINE_HOOKS = {
+    "allreduce_hook": None,
+    "fp16_compress_hook": "float16",
+    "bf16_compress_hook": "bfloat16",
 }
 
 
@@ -25,6 +34,8 @@ class HookedModel(Protocol):
     """What has hooks: a DataParallel."""
 
     _comm_hooks: list[tuple[Hook, Any]]
+    process_group: dist.ProcessGroup
+    gradient_as_bucket_view: bool
 
 
 def check_comm_hook(hook: Any) -> None:
@@ -62,15 +73,38 @@ def builtin_hook(kind: Any) -> Hook:
     if kind not in _BUILTIN_HOOKS:
         known = ", ".join(str(name) for name in _BUILTIN_HOOKS)
         raise UsageError(f"unknown built-in communication hook {kind!r}; expected one of {known}")
-    return _BUILTIN_HOOKS[kind]
+    hook: Hook = getattr(_default_hooks(), _BUILTIN_HOOKS[kind])
+    return hook
+
+
+def _default_hooks() -> Any:
+    """Where torch keeps its plainest hooks; slow to import, and rarely needed."""
+    return importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+
+
+def engine_wire_dtype(model: HookedModel) -> str | None:
+    """The type that a hook which the engine stands in for lets gradients travel in."""
+    return _ENGINE_HOOKS[model._comm_hooks[0][0].__name__] if _is_engines(model) else None
+
+
+def _is_engines(model: HookedModel) -> bool:
+    if not model._comm_hooks:
+        return False
+    hook, state = model._comm_hooks[0]
+    name = getattr(hook, "__name__", "")
+    if name not in _ENGINE_HOOKS or hook is not getattr(_default_hooks(), name):
+        return False
+    own_group = state is None or state is model.process_group
+    return own_group and not (_ENGINE_HOOKS[name] and model.gradient_as_bucket_view)
 
 
 def reducer_hook(model: HookedModel) -> tuple[Any, Any] | None:
     """The state and the hook that the C++ reducer calls: those registered, looked up in the model.
 
     The reducer must not hold them itself: a hook that refers to its model would keep both alive.
+    None without a hook, and for torch's plainest ones, which the engine stands in for.
     """
-    if not model._comm_hooks:
+    if not model._comm_hooks or _is_engines(model):
         return None
     return weakref.ref(model), _run_registered
 

@@ -24,7 +24,14 @@ from pydist._arguments import (
     resolve_wire_dtype,
 )
 from pydist._backward_optimizers import take_over_optimizers
-from pydist._comm_hooks import Hook, builtin_hook, check_comm_hook, hook_name, reducer_hook
+from pydist._comm_hooks import (
+    Hook,
+    builtin_hook,
+    check_comm_hook,
+    engine_wire_dtype,
+    hook_name,
+    reducer_hook,
+)
 from pydist._dynamo import untraced, untraced_with_callees
 from pydist._engine import group_engine
 from pydist._logging_data import DataParallelLogger
@@ -47,9 +54,6 @@ _T = TypeVar("_T", bound=torch.Tensor)
 
 # Of a warning in forward: through it and Module.__call__ to the line that called the model.
 _USER_STACKLEVEL = 6
-
-# Arguments of torch's DDP that are refused for now, with the values that mean "not used".
-_NOT_YET: dict[str, Any] = {}
 
 
 class DataParallel(TorchSurface):
@@ -144,14 +148,8 @@ class DataParallel(TorchSurface):
         audit_every: int | None = None,
     ) -> None:
         super().__init__()
-        given = locals()
         if not isinstance(module, torch.nn.Module):
             raise UsageError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        for name, unused in _NOT_YET.items():
-            if given[name] is not unused and given[name] != unused:
-                raise NotImplementedError(
-                    f"pydist.DataParallel does not support {name} yet; leave it at {unused}"
-                )
         if check_reduction:
             warnings.warn(
                 "check_reduction is deprecated and does nothing; leave it away",
@@ -265,7 +263,7 @@ class DataParallel(TorchSurface):
             "skip_unused": self.skip_all_reduce_unused_params,
             "bucket_view": self.gradient_as_bucket_view,
             "comm_hook": reducer_hook(self),
-            "wire_dtype": self._wire_dtype,
+            "wire_dtype": self._wire_dtype or engine_wire_dtype(self),
             "sparse": self._sparse,
             "average_sparse": SparseMean(self._engine),
             "unused_is_error": self.unused_parameters == "error",

@@ -1,7 +1,7 @@
 """Owns SyncBatchNorm on the CPU: batch normalisation over the batches of all ranks together."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pydist._dynamo import untraced_with_callees
 from pydist._engine import Engine, check_group, group_engine
 from pydist._process_group import SUM
 from pydist.errors import UsageError
@@ -48,8 +49,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         running = (self.running_mean, self.running_var) if self.track_running_stats else _NOT_KEPT
         if engine.size == 1:
             return F.batch_norm(input, *running, self.weight, self.bias, True, momentum, self.eps)
-        output = _over_ranks(input, self.weight, self.bias, running, momentum, self.eps, engine)
-        return cast(Tensor, output)
+        return _over_ranks(input, self.weight, self.bias, running, momentum, self.eps, engine)
 
     def _count_batch(self) -> float:
         """Notes one more batch; returns its weight in the running statistics."""
@@ -130,7 +130,7 @@ def adopt_sync_batchnorm(module: torch.nn.Module) -> None:
             layer.__class__ = SyncBatchNorm
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced_with_callees
 def _over_ranks(
     input: Tensor,
     weight: Tensor | None,

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -275,29 +274,6 @@ def read_attributes(rank: int, world_size: int) -> None:
 def test_device_arguments(transport: Transport) -> None:
     """On the CPU device ids are refused, as torch refuses them, and dim is only remembered."""
     transport.pool(2).run(read_attributes)
-
-
-UNSUPPORTED: dict[str, Callable[[nn.Module], Any]] = {
-    "mixed_precision": lambda module: nn.parallel.distributed._MixedPrecision(torch.bfloat16),
-}
-
-
-def refuse_arguments(rank: int, world_size: int) -> None:
-    for name, value in UNSUPPORTED.items():
-        module = mlp(8, 2)
-        options = {name: value(module)}
-        error = expect_error(
-            NotImplementedError, functools.partial(DataParallel, module, **options)
-        )
-        assert name in str(error)
-        assert "\n" not in str(error)
-        default = inspect.signature(nn.parallel.DistributedDataParallel).parameters[name].default
-        DataParallel(module, **{name: default})
-
-
-def test_unsupported_arguments(transport: Transport) -> None:
-    """What is not there yet is refused in one sentence with its name, and its default accepted."""
-    transport.pool(2).run(refuse_arguments)
 
 
 def test_signature_is_torchs() -> None:

@@ -44,6 +44,7 @@ PYTHON_LAYERS = [
         "_sparse",
         "_verification",
     },
+    {"_dynamo"},
     {"report", "sync_batchnorm"},
     {"_arguments", "_logging_data", "_replica_audit", "_torch_surface"},
     {"data_parallel"},
