@@ -4,6 +4,8 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +133,7 @@ class DataParallelLogger:
         self._set(static_graph=1)
 
     def _set_comm_hook_name(self, name: str) -> None:
-        self._set(comm_hook=name)
+        self._set(comm_hook=name, bucket_sizes=self._bucket_sizes())  # units are others with it
 
     def _set_uneven_input_join(self) -> None:
         self._set(join_uneven_inputs=1)
@@ -261,6 +263,17 @@ class DataParallelLogger:
         if wanted:
             listed = ", ".join(f"{key}={value}" for key, value in sorted(data.items()))
             print(f"[pydist, rank {rank}] {what}: {listed}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def note_errors(logger: "DataParallelLogger | None") -> Iterator[None]:
+    """What raises within is found in the data, as is what raises in a backward."""
+    try:
+        yield
+    except Exception as error:
+        if logger is not None:
+            logger.set_error_and_log(f"{type(error)}: {error}")
+        raise
 
 
 def _device_number(device: Any) -> int:

@@ -34,7 +34,7 @@ from pydist._comm_hooks import (
 )
 from pydist._dynamo import untraced, untraced_with_callees
 from pydist._engine import group_engine
-from pydist._logging_data import DataParallelLogger
+from pydist._logging_data import DataParallelLogger, note_errors
 from pydist._mixed_precision import (
     apply_mixed_precision,
     check_mixed_precision,
@@ -215,6 +215,7 @@ class DataParallel(TorchSurface):
         if init_sync:
             self._engine.broadcast_tensors([tensor.detach() for _, _, tensor in self._state()])
         self._make_reducer(parameters)
+        self.logger = DataParallelLogger(self)
 
     def _make_reducer(self, parameters: list[torch.Tensor]) -> None:
         self._reducer = _C.Reducer(
@@ -229,7 +230,6 @@ class DataParallel(TorchSurface):
             settings=self._reducer_settings(),
         )
         self._watch = ModuleWatch(self.module)
-        self.logger = DataParallelLogger(self)
 
     def _place(self, parameters: list[torch.Tensor]) -> None:
         """Where the module is, in torch's attributes."""
@@ -475,7 +475,8 @@ class DataParallel(TorchSurface):
             TypeError, UsageError: this is no hook.
             MismatchError: ranks register different hooks.
         """
-        check_comm_hook(hook)
+        with note_errors(self.logger):
+            check_comm_hook(hook)
         self._set_comm_hook(hook, state, hook_name(hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -502,9 +503,10 @@ class DataParallel(TorchSurface):
         verify_settings(self._engine, self._model_name, {"communication hook": name})
         self._reducer.detach_hooks()
         self._comm_hooks.append((hook, state))
-        self._comm_hook_name = name
         _, parameters = self._trainable_candidates()
         self._make_reducer(parameters)
+        assert self.logger is not None
+        self.logger._set_comm_hook_name(name)
 
     # -- copies ---------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from conftest import Transport
 from models import OneUnused
@@ -139,10 +140,12 @@ def arguments(rank: int, world_size: int) -> None:
     assert "join_uneven_inputs" not in data
     assert "comm_hook" not in data
     assert model.logger is not None
-    model.logger._set_comm_hook_name("a_hook")
     model.logger._set_uneven_input_join()
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
     data = model._get_ddp_logging_data()
-    assert data["comm_hook"] == "a_hook"
+    assert data["comm_hook"] == "allreduce_hook"
+    # One tensor goes to the hook, so all that is float is in one bucket.
+    assert sorted(map(int, data["bucket_sizes"].split(", "))) == [4, 40_800, 160_000]
     assert data["join_uneven_inputs"] == 1
 
 
@@ -195,6 +198,8 @@ def errors(rank: int, world_size: int) -> None:
     assert data["has_error"] == 1
     assert "should be equal or greater than 1" in data["error"]
     assert data["iteration"] == 0
+    expect_error(TypeError, lambda: model.register_comm_hook({}, {}))  # type: ignore[arg-type]
+    assert "must be callable" in model._get_ddp_logging_data()["error"]
     model = DataParallel(OneUnused(), unused_parameters="error")
     error = expect_error(MismatchError, lambda: take_step(model, rank, 0, 10))
     data = model._get_ddp_logging_data()

@@ -146,6 +146,7 @@ c10d::GradBucket HookRound::bucket(int unit) {
 }
 
 void HookRound::hand_over(int unit) {
+  if (unit == 0) handed_ns_ = monotonic_ns();
   current_ = unit;
   try {
     c10d::GradBucket handed = bucket(unit);
@@ -185,6 +186,7 @@ void HookRound::copy_result(int unit, at::Tensor result) {
 }
 
 const std::vector<RoundRecord>& HookRound::end(const RoundRecord& mine) {
+  if (next_ > 0) hidden_ns_ += monotonic_ns() - handed_ns_;
   const double inner_wait_s = inner_->wait_s();
   // First the hook, then the records: its calls and ours may use the same process group.
   wait_for_hook();

@@ -80,8 +80,9 @@ class HookRound final : public Round {
   int next_ = 0;                                    // the lowest unit that the hook has not seen
   std::exception_ptr error_;                        // what the hook raised in this round
   uint64_t round_ = 0;
-  bool second_ = false;   // of the same backward
-  bool settled_ = false;  // all ranks raised: nobody needs to be told
+  int64_t handed_ns_ = 0;  // when the hook got the first bucket
+  bool second_ = false;    // of the same backward
+  bool settled_ = false;   // all ranks raised: nobody needs to be told
 };
 
 }  // namespace pydist

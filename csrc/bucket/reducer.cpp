@@ -472,9 +472,8 @@ std::vector<int> Reducer::unused_in_last_round() const {
   std::vector<int> unused;
   if (counters_.num_rounds == 0) return unused;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const bool expected = parameters_[i].variable.requires_grad() &&
-                          (parameters_[i].unit >= 0 || parameters_[i].sparse);
-    if (expected && !used_by_any_.test(static_cast<int>(i))) unused.push_back(static_cast<int>(i));
+    const int index = static_cast<int>(i);
+    if (is_expected(parameters_[i]) && !used_by_any_.test(index)) unused.push_back(index);
   }
   return unused;
 }
@@ -483,7 +482,7 @@ std::vector<std::pair<int, std::vector<int>>> Reducer::unused_by_rank() const {
   std::vector<std::pair<int, std::vector<int>>> unused;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const int index = static_cast<int>(i);
-    if (!parameters_[i].variable.requires_grad() || parameters_[i].unit < 0) continue;
+    if (!is_expected(parameters_[i])) continue;
     std::vector<int> ranks;
     for (size_t r = 0; r < last_used_.size(); ++r) {
       if (!last_used_[r].test(index)) ranks.push_back(static_cast<int>(r));

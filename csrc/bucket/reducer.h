@@ -207,6 +207,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Bitmap trainable() const;
   bool reduces() const { return round_->size() > 1 || options_.comm_hook; }
   void check_trainable(const std::vector<RoundRecord>& records) const;
+  // A backward should give it a gradient.
+  static bool is_expected(const Parameter& parameter) {
+    return parameter.variable.requires_grad() && (parameter.unit >= 0 || parameter.sparse);
+  }
   void raise_if_unused() const;
   void note_meeting(const std::vector<RoundRecord>& records);
   // Between gradients and units.
