@@ -218,6 +218,53 @@ def removes(rank: int, world_size: int) -> None:
     step(model, rank)
 
 
+def replaces_parameter(rank: int, world_size: int) -> None:
+    module = mlp(WIDTH, 2)
+    model = DataParallel(module)
+    step(model, rank)
+    if rank == AT_FAULT:
+        module[0].weight = nn.Parameter(torch.zeros(WIDTH + 1, WIDTH))
+    step(model, rank)
+
+
+class Skipping(nn.Module):
+    """Leaves its second layer out, on the ranks that are told to."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.skips = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        between: Tensor = self.first(x)
+        return between if self.skips else self.second(between)  # type: ignore[no-any-return]
+
+
+def leaves_unused(rank: int, world_size: int) -> None:
+    step(DataParallel(Skipping(rank == AT_FAULT), unused_parameters="error"), rank)
+
+
+def drifts(rank: int, world_size: int) -> None:
+    model = DataParallel(mlp(WIDTH, 2), audit_every=1)
+    step(model, rank)
+    if rank == AT_FAULT:
+        with torch.no_grad():
+            next(model.parameters())[3, 5] += 1
+    step(model, rank)
+
+
+def raises_in_hook(rank: int, world_size: int) -> None:
+    def hook(state: None, bucket: torch.distributed.GradBucket) -> Any:
+        if rank == AT_FAULT:
+            raise ArithmeticError("a fuse blew")
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = wrapped()
+    model.register_comm_hook(None, hook)
+    step(model, rank)
+
+
 ROWS = {
     "wraps_another_shape": Row(wraps_another_shape, ("1.weight", "shape", "rank 1")),
     "wraps_another_dtype": Row(wraps_another_dtype, ("1.weight", "float64", "rank 1")),
@@ -236,6 +283,10 @@ ROWS = {
     "replaces_gradient": Row(replaces_gradient, ("4.weight", "replaced", "rank 1")),
     "changes_gradient": Row(changes_gradient, ("4.weight", "modified", "rank 1")),
     "frees_gradient": Row(frees_gradient, ("4.weight", "rank 1")),
+    "replaces_parameter": Row(replaces_parameter, ("0.weight", "shape", "rank 1")),
+    "leaves_unused": Row(leaves_unused, ("second.weight", "rank 1")),
+    "drifts": Row(drifts, ("0.weight", "rank 1")),
+    "raises_in_hook": Row(raises_in_hook, ("fuse",)),
     "makes_sparse": Row(makes_sparse, ("table", "sparse", "rank 1")),
 }
 
