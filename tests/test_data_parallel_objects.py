@@ -134,8 +134,9 @@ def manager_is_running() -> bool:
     return False
 
 
-@pytest.mark.parametrize("width", list(WIDTHS.values()))
-@pytest.mark.parametrize("strategy", ["file_descriptor", "file_system"])
+@pytest.mark.parametrize(
+    ("strategy", "width"), [("file_descriptor", 8), ("file_descriptor", 192), ("file_system", 192)]
+)
 def test_gradients_through_queues(transport: Transport, strategy: str, width: int) -> None:
     """A gradient sent to another process by torch.multiprocessing moves to shared memory: both
     processes see the same values then, and training goes on."""
