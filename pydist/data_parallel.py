@@ -13,6 +13,7 @@ from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from pydist import _C
 from pydist._arguments import (
     check_environment,
+    check_not_nested,
     check_parameter,
     default_group,
     resolve_bucket_caps,
@@ -204,6 +205,7 @@ class DataParallel(TorchSurface):
         self._engine = group_engine(self.process_group)
         with self._engine.all_or_none(f"wrapping {self._model_name}"):
             check_environment()
+            check_not_nested(self.module)
             self._names, parameters = self._trainable_candidates()
             sparse = sparse_parameters(self.module)
             self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]

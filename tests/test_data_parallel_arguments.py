@@ -75,7 +75,7 @@ def test_buffers_follow_rank_0(transport: Transport, options: dict[str, Any]) ->
     assert second == [[0, 1, 2, 3, 5], [0, 1, 2]]
 
 
-def test_buffers_may_stay_local(transport: Transport) -> None:
+def test_c49_buffers_may_stay_local(transport: Transport) -> None:
     """With either argument False the first forward finds rank 0's buffers, for they are sent once
     at the start nonetheless, and later forwards find each rank's own."""
     for name in ("forward_sync_buffers", "broadcast_buffers"):
@@ -144,7 +144,7 @@ def train_in_subgroup(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_process_group(transport: Transport) -> None:
+def test_c77_a_subgroup(transport: Transport) -> None:
     """A wrapper on the group of global ranks 1 and 2: parameters come from global rank 1, the
     divisor is 2, and rank 0 trains alone meanwhile."""
     transport.pool(3).run(train_in_subgroup)
@@ -169,7 +169,7 @@ def train_in_two_groups(rank: int, world_size: int) -> None:
         assert float(modules[index].weight.grad or 0) == index + 0.5
 
 
-def test_two_groups_in_one_process(transport: Transport) -> None:
+def test_c77_two_groups_in_one_process(transport: Transport) -> None:
     """Two wrappers with overlapping groups in one backward: each gets the mean of its own ranks."""
     transport.pool(3).run(train_in_two_groups)
 

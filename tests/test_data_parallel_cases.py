@@ -397,7 +397,7 @@ def wrap_lazy(rank: int, world_size: int) -> str:
     return str(error)
 
 
-def test_lazy_parameters_are_refused(transport: Transport) -> None:
+def test_c67_lazy_parameters_are_refused(transport: Transport) -> None:
     """A parameter without a shape yet cannot be laid out; the error says to run it once first."""
     for message in transport.pool(2).run(wrap_lazy):
         assert "ninitialized" in message

@@ -126,7 +126,7 @@ def test_a_rank_is_killed(
     check_survivors(outcomes, victim, NAMES_DEAD_RANK[transport.name])
 
 
-def test_a_rank_exits_early(transport: Transport) -> None:
+def test_c80_a_rank_exits_early(transport: Transport) -> None:
     """A loop bounded by time: rank 1 does fewer steps and ends its process in good order, while
     rank 0 waits for it in backward."""
     outcomes = fresh_ranks(2, suffer, 1, "exit", env=transport.env)
@@ -208,7 +208,7 @@ def recover(rank: int, world_size: int) -> None:
     train(DataParallel(module, process_group=dist.new_group()), rank, 2)
 
 
-def test_a_new_wrapper_after_a_failure(transport: Transport) -> None:
+def test_c78_a_new_wrapper_after_a_failure(transport: Transport) -> None:
     """The failed wrapper is over, but ranks that agree to go on can wrap the module again, on a
     new group."""
     outcomes = fresh_ranks(2, recover, env=transport.env)

@@ -109,7 +109,7 @@ def pass_anything(rank: int, world_size: int) -> None:
     assert model.module.weight.grad.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_arguments_pass_unchanged(transport: Transport) -> None:
+def test_c62_arguments_pass_unchanged(transport: Transport) -> None:
     """Any object, dicts, named tuples, keyword arguments and none at all reach forward as they
     are, so that what forward does to them is seen outside."""
     transport.pool(2).run(pass_anything)
@@ -215,7 +215,7 @@ def call_the_module(rank: int, world_size: int) -> None:
         assert float(module.get_parameter("a.weight").grad or 0) == 1.5
 
 
-def test_calling_the_module_itself(transport: Transport) -> None:
+def test_c23_calling_the_module_itself(transport: Transport) -> None:
     """A backward through model.module is that rank's own affair: nobody waits, and the next step
     through the wrapper is right."""
     transport.pool(2).run(call_the_module)
@@ -281,7 +281,7 @@ def copy_and_pickle(rank: int, world_size: int) -> None:
     assert_reduced(model, expected)
 
 
-def test_deepcopy_and_pickle(transport: Transport) -> None:
+def test_c65_deepcopy_and_pickle(transport: Transport) -> None:
     """A copy of the wrapper on every rank trains by itself, and the original goes on."""
     transport.pool(2).run(copy_and_pickle)
 

@@ -199,7 +199,14 @@ bool Reducer::task_accumulates() const {
 }
 
 void Reducer::on_output(bool synchronize) {
-  if (open_ || !task_accumulates()) return;
+  if (open_) return;
+  if (!task_accumulates()) {
+    if (synchronize && at::GradMode::is_enabled()) {
+      inner_gradient_ = true;
+      inner_round_ = counters_.num_rounds;
+    }
+    return;
+  }
   if (synchronize && reduces()) {
     open_round(true);
     return;
@@ -223,7 +230,7 @@ void Reducer::open_round(bool by_output) {
   ready_order_.clear();
   open_ = true;
   by_output_ = by_output;
-  if (by_output) expecting_ = false;
+  if (by_output) expecting_ = inner_gradient_;
   begin_units();
   arm();
 }

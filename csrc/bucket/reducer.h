@@ -232,6 +232,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void deliver(const Bitmap& used);
   void deliver_in_place(Parameter& parameter, UnitState& state);
   void deliver_packed(Parameter& parameter);
+  void fill_packed(const Parameter& parameter, at::Tensor& gradient);
   void add_second(int unit, const Bitmap& again, const at::Tensor& first);
   at::Tensor bucket_of(int unit);
   at::Tensor view_of(const Parameter& parameter);
@@ -268,6 +269,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // A communication hook gets every bucket once a backward: where parameters become ready again,
   // buckets wait for the end of backward from then on.
   bool publish_late_ = false;
+  // torch.autograd.grad(create_graph=True) went through an output: the backward of what it gave,
+  // which need not pass the output again, is a round too.
+  bool inner_gradient_ = false;
+  uint64_t inner_round_ = 0;  // the number of rounds before it
 };
 
 }  // namespace pydist

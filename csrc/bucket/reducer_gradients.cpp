@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "base/check.h"
+#include "bucket/mean_graph.h"
 #include "bucket/reducer.h"
 #include "transport/arena.h"
 
@@ -256,6 +257,13 @@ void Reducer::deliver_packed(Parameter& parameter) {
   at::Tensor& gradient =
       parameter.aside.defined() ? parameter.aside : parameter.variable.mutable_grad();
   check_present(parameter);
+  const bool had_graph = gradient.defined() && gradient.requires_grad();  // create_graph
+  if (had_graph) gradient = at::Tensor();
+  fill_packed(parameter, gradient);
+  if (had_graph) gradient = without_derivative(gradient, parameter.name);
+}
+
+void Reducer::fill_packed(const Parameter& parameter, at::Tensor& gradient) {
   if (options_.bucket_view) {
     const bool is_view = gradient.defined() && gradient.data_ptr() == member_memory(parameter);
     if (!is_view) gradient = view_of(parameter);
@@ -264,7 +272,7 @@ void Reducer::deliver_packed(Parameter& parameter) {
   }
   if (!gradient.defined()) gradient = like_unit(parameter, nullptr);
   check_memory(parameter.name, gradient);
-  if (parameter.dense && same_layout(parameter.variable, gradient) && !gradient.requires_grad()) {
+  if (parameter.dense && same_layout(parameter.variable, gradient)) {
     pack(from_unit(parameter, gradient.data_ptr()));
     gradient.unsafeGetTensorImpl()->bump_version();
   } else {

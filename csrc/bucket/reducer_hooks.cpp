@@ -225,6 +225,7 @@ void Reducer::prepare(bool synchronize) {
 void Reducer::watch(const std::vector<at::Tensor>& outputs, bool synchronize) {
   stats_.end_forward(monotonic_ns());
   expecting_ = synchronize;
+  if (counters_.num_rounds > inner_round_) inner_gradient_ = false;  // a new step
   std::unordered_set<torch::autograd::Node*> watched;
   const auto watch_node = [&](const auto& node) {
     if (node != nullptr && watched.insert(node.get()).second) {
