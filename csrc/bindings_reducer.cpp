@@ -32,16 +32,18 @@ std::optional<DType> wire_type(const py::object& name) {
   throw UsageError(concat("gradients cannot travel as ", name.cast<std::string>()));
 }
 
-// Called without the GIL, and destroyed on any thread.
-AverageSparse average_sparse(py::object callable) {
+// To be called without the GIL, and destroyed on any thread.
+template <class... Arguments>
+std::function<void(Arguments...)> callback(py::object callable) {
+  if (callable.is_none()) return nullptr;
   const std::shared_ptr<PyObject> shared(callable.release().ptr(), [](PyObject* object) {
     if (Py_IsInitialized() == 0) return;
     const py::gil_scoped_acquire gil;
     Py_DECREF(object);
   });
-  return [shared](const std::vector<at::Tensor>& parameters, int divisor, bool contributes) {
+  return [shared](Arguments... arguments) {
     const py::gil_scoped_acquire gil;
-    py::handle(shared.get())(parameters, divisor, contributes);
+    py::handle(shared.get())(arguments...);
   };
 }
 
@@ -56,7 +58,8 @@ ReducerOptions reducer_options(const py::dict& settings) {
   options.skip_unused = settings["skip_unused"].cast<bool>();
   options.comm_hook = !settings["comm_hook"].is_none();
   options.sparse = settings["sparse"].cast<std::vector<int>>();
-  options.average_sparse = average_sparse(settings["average_sparse"]);
+  options.average_sparse =
+      callback<const std::vector<at::Tensor>&, int, bool, bool>(settings["average_sparse"]);
   options.unused_is_error = settings["unused_is_error"].cast<bool>();
   return options;
 }
@@ -233,6 +236,18 @@ void bind_reducer(py::module_& module) {
           "watch", &Reducer::watch, py::arg("outputs"), py::arg("synchronize"),
           py::call_guard<py::gil_scoped_release>(),
           "To be called with a forward's output tensors: their backward is a round if synchronize.")
+      .def("set_divisor", &Reducer::set_divisor, py::arg("divisor"),
+           "From the next round on the mean divides by this; 0: by the number of ranks.")
+      .def(
+          "set_before_end",
+          [](Reducer& reducer, py::object action) {
+            reducer.set_before_end(callback<>(std::move(action)));
+          },
+          py::arg("action"),
+          "Runs at the end of each backward, before this rank waits for the others; or None.")
+      .def("shadow_round", &Reducer::shadow_round, py::arg("divisor"), py::arg("receives"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Takes part in a round of the others with zeros; `.grad` become the means if receives.")
       .def("detach_hooks", &Reducer::detach_hooks, "Removes every hook; the module may live on.")
       .def("published", &Reducer::published, "Units handed to the round since the last one began.")
       .def("replace", &Reducer::replace, py::arg("index"), py::arg("parameter"),

@@ -51,6 +51,13 @@ class Operations(Protocol):
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> int: ...
 
 
+class SideOperations(Protocol):
+    """Those of Operations that layers use within a backward."""
+
+    def all_reduce(self, tensor: Tensor, op: int, async_op: bool) -> Request | None: ...
+    def all_gather(self, output: Tensor, input: Tensor, async_op: bool) -> Request | None: ...
+
+
 class Engine:
     """One group's way to communicate. Making one is collective. Does not keep the group alive."""
 
@@ -65,7 +72,8 @@ class Engine:
         self.communicator: _C.Communicator | None = self._connect(str(group.group_desc))
         self.operations: Operations = self.communicator or ProcessGroupOperations(group)
         self.transport = TRANSPORTS[0] if self.communicator is not None else TRANSPORTS[1]
-        self._side_operations: Operations | None = None
+        self._side_operations: SideOperations | None = None
+        self.join_session: object = None  # of _join.py, while ranks are in join()
 
     def _connect(self, description: str) -> _C.Communicator | None:
         """None where the ranks do not share memory, or must not use it."""
@@ -92,7 +100,7 @@ class Engine:
             return None
 
     @property
-    def side_operations(self) -> Operations:
+    def side_operations(self) -> SideOperations:
         """For collectives within a backward. Their first use is collective.
 
         A process group pairs calls by their order, and that of a round's calls depends on which
@@ -104,6 +112,10 @@ class Engine:
             else:
                 self._side_operations = ProcessGroupOperations(self._make_side_group())
         return self._side_operations
+
+    @side_operations.setter
+    def side_operations(self, operations: SideOperations) -> None:
+        self._side_operations = operations
 
     def _make_side_group(self) -> dist.ProcessGroup:
         group = dist.new_group(

@@ -46,8 +46,10 @@ class SparseMean:
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
 
-    def __call__(self, parameters: list[Tensor], divisor: int, contributes: bool) -> None:
-        """Collective: leaves the means in `.grad`."""
+    def __call__(
+        self, parameters: list[Tensor], divisor: int, contributes: bool, receives: bool
+    ) -> None:
+        """Collective: leaves the means in `.grad` of a rank that receives them."""
         with torch.no_grad():
             mine = [_contribution(p.grad if contributes else None, p) for p in parameters]
             table = self._gather(mine)
@@ -60,7 +62,7 @@ class SparseMean:
                     mean = self._sparse_mean(
                         parameter, kinds[index], mine[index], rows[index], divisor
                     )
-                if contributes:
+                if receives:
                     _store(parameter, mean)
 
     def _gather(self, mine: list[_Contribution]) -> Tensor:

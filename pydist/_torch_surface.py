@@ -150,15 +150,15 @@ class TorchSurface(DistributedDataParallel):
         in_use = self.require_forward_param_sync and self.forward_sync_buffers
         return bool(in_use and wanted_after == after_forward)
 
-    def _sync_buffers(self) -> None:
+    def _sync_buffers(self, root: int = 0) -> None:
         """At a synchronised forward: calls the hook that was registered, else broadcasts."""
         if "buffer_hook" not in self.__dict__:
-            self._sync_module_buffers(0)
+            self._sync_module_buffers(root)
             return
         # As with torch, a hook may write to what the graph of this forward has saved.
         kept = _unsafe_preserve_version_counter(tuple(self.modules_buffers))
         with torch.no_grad(), kept:
-            self._sync_module_buffers(0)
+            self._sync_module_buffers(root)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         hook = self.__dict__.get("buffer_hook")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import _JoinConfig
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 
 from pydist import _C
@@ -35,6 +36,7 @@ from pydist._comm_hooks import (
 )
 from pydist._dynamo import untraced, untraced_with_callees
 from pydist._engine import group_engine
+from pydist._join import JoinSurface
 from pydist._logging_data import DataParallelLogger, note_errors
 from pydist._mixed_precision import (
     apply_mixed_precision,
@@ -57,7 +59,7 @@ _T = TypeVar("_T", bound=torch.Tensor)
 _USER_STACKLEVEL = 6
 
 
-class DataParallel(TorchSurface):
+class DataParallel(JoinSurface, TorchSurface):
     """Trains one replica of ``module`` per rank: every backward leaves the mean gradient on all.
 
     Takes the arguments of :class:`torch.nn.parallel.DistributedDataParallel`, and is an instance
@@ -343,10 +345,12 @@ class DataParallel(TorchSurface):
             if self.require_backward_grad_sync:
                 self._observe()
             self._reducer.prepare(self.require_backward_grad_sync)
+        start_ns = time.monotonic_ns()
+        if self._join_config.enable:
+            self._membership.before_forward(self.will_sync_module_buffers())
         if self._syncs_buffers_now(after_forward=False):
-            start_ns = time.monotonic_ns()
-            self._sync_buffers()
-            self._reducer.discount_wait(time.monotonic_ns() - start_ns)
+            self._sync_buffers(self._buffer_root())
+        self._reducer.discount_wait(time.monotonic_ns() - start_ns)
         if self.device_ids:
             inputs, kwargs = self._moved(inputs, kwargs)
         if self.mixed_precision is not None:
@@ -366,14 +370,20 @@ class DataParallel(TorchSurface):
     def _post_forward(self, output: Any) -> Any:
         """What comes after it: backward from `output` will be a round."""
         if self._syncs_buffers_now(after_forward=True):
-            self._sync_buffers()
+            self._sync_buffers(self._buffer_root())
         synchronize = self.require_backward_grad_sync
         if torch.is_grad_enabled():
             self._reducer.watch(list(tensors_of(output)), synchronize)
             self.require_forward_param_sync = synchronize
         else:
             self.require_forward_param_sync = False
+        if self._join_config.enable:
+            self._membership.after_forward(synchronize)
         return output
+
+    def _buffer_root(self) -> int:
+        """The rank that all get the buffers of; in join(), ranks that have joined learn of it."""
+        return self._membership.buffer_root() if self._join_config.enable else 0
 
     def _follow_changes(self) -> None:
         """Parameters are others than at the last forward: takes them over, or raises."""
@@ -516,8 +526,9 @@ class DataParallel(TorchSurface):
         if self.process_group != default_group():
             raise RuntimeError("DataParallel can be copied or pickled with the default group only")
         state = dict(self.__dict__)
-        for live in ("process_group", "_engine", "_watch"):
+        for live in ("process_group", "_engine", "_watch", "_membership"):
             state.pop(live, None)
+        state["_join_config"] = _JoinConfig.construct_disabled_join_config()
         state["_reducer"] = state["logger"] = None
         state["_comm_hooks"] = []  # as torch: hooks are to be registered again
         return state
@@ -525,17 +536,6 @@ class DataParallel(TorchSurface):
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(self, state)
         self.process_group = default_group()  # the rest at the first forward, which is collective
-
-    # -- torch's methods that are not there yet -------------------------------------------------
-
-    def _not_yet(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Not supported by pydist.DataParallel yet: raises NotImplementedError."""
-        raise NotImplementedError(
-            "pydist.DataParallel does not support join() yet; use torch's "
-            "DistributedDataParallel for these"
-        )
-
-    join = join_hook = _not_yet
 
     def _remove_autograd_hooks(self) -> None:
         """Leaves gradients local from now on, until the next forward hooks the parameters again."""

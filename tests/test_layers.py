@@ -37,6 +37,7 @@ PYTHON_LAYERS = [
         "_backward_optimizers",
         "_buffers",
         "_comm_hooks",
+        "_join_session",
         "_mesh",
         "_mixed_precision",
         "_module_watch",
@@ -46,7 +47,7 @@ PYTHON_LAYERS = [
     },
     {"_dynamo"},
     {"report", "sync_batchnorm"},
-    {"_arguments", "_logging_data", "_replica_audit", "_torch_surface"},
+    {"_arguments", "_join", "_logging_data", "_replica_audit", "_torch_surface"},
     {"data_parallel"},
     {"__init__"},
 ]

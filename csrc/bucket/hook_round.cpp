@@ -87,8 +87,8 @@ std::shared_ptr<void> HookRound::hold_memory(int unit) {
   return std::shared_ptr<void>(held, held->data_ptr());
 }
 
-void HookRound::begin() {
-  inner_->begin();
+void HookRound::begin(int divisor) {
+  inner_->begin(divisor);
   ++round_;
   second_ = false;
   next_ = 0;
@@ -96,8 +96,8 @@ void HookRound::begin() {
   std::fill(published_.begin(), published_.end(), false);
 }
 
-void HookRound::begin_second() {
-  begin();
+void HookRound::begin_second(int divisor) {
+  begin(divisor);
   second_ = true;
 }
 

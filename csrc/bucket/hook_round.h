@@ -42,8 +42,8 @@ class HookRound final : public Round {
   std::shared_ptr<void> hold_memory(int unit) override;
   bool reaches(const void*) const override { return false; }
   bool publishes_all() const override { return true; }
-  void begin() override;
-  void begin_second() override;
+  void begin(int divisor) override;
+  void begin_second(int divisor) override;
   void publish(int unit, void* data) override;
   void progress() override { advance(false); }
   const std::vector<RoundRecord>& end(const RoundRecord& mine) override;

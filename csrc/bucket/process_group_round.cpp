@@ -62,9 +62,10 @@ std::shared_ptr<void> ProcessGroupRound::hold_memory(int unit) {
   return std::shared_ptr<void>(held, unit_memory(unit));
 }
 
-void ProcessGroupRound::begin() {
+void ProcessGroupRound::begin(int divisor) {
   if (!failure_.empty()) raise_failed("backward");
   ++round_;
+  divisor_ = divisor > 0 ? divisor : size();
   next_ = 0;
   ended_ = false;
   std::fill(published_.begin(), published_.end(), false);
@@ -135,10 +136,10 @@ void ProcessGroupRound::finish() {
     await(launched.work, reducing(launched.unit));
     const Memory& made = memory(launched.unit);
     if (made.slices) {
-      const Start gather = [&] { return made.slices->gather(); };
+      const Start gather = [&] { return made.slices->gather(divisor_); };
       gathers.push_back({launched.unit, start(reducing(launched.unit), gather)});
     } else {
-      made.whole.mul_(1.0 / size());
+      made.whole.mul_(1.0 / divisor_);
     }
     moved_nbytes_ += options_.units[launched.unit].nbytes();
   }

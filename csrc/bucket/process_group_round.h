@@ -29,7 +29,7 @@ class ProcessGroupRound final : public Round {
   std::shared_ptr<void> hold_memory(int unit) override;
   bool reaches(const void*) const override { return false; }
   bool publishes_all() const override { return true; }
-  void begin() override;
+  void begin(int divisor) override;
   bool postpone(int unit) override {
     postponed_[unit] = true;
     return true;
@@ -76,6 +76,7 @@ class ProcessGroupRound final : public Round {
   std::vector<Launched> launched_;
   std::vector<RoundRecord> records_;
   uint64_t round_ = 0;
+  int divisor_ = 0;
   int next_ = 0;             // the lowest unit that has not been launched in this round
   int64_t launched_ns_ = 0;  // when the first unit of this round was
   std::string failure_;      // why no further round is possible

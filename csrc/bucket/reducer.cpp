@@ -225,17 +225,18 @@ void Reducer::on_output(bool synchronize) {
 void Reducer::open_round(bool by_output) {
   auto guard = std::make_shared<RoundGuard>(shared_from_this());
   torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->close(); });
-  round_->begin();
-  stats_.open(monotonic_ns());
-  ready_order_.clear();
-  open_ = true;
+  begin_round(divisor_);
   by_output_ = by_output;
   if (by_output) expecting_ = inner_gradient_;
-  begin_units();
   arm();
 }
 
-void Reducer::begin_units() {
+void Reducer::begin_round(int divisor) {
+  round_->begin(divisor);
+  round_divisor_ = divisor;
+  stats_.open(monotonic_ns());
+  ready_order_.clear();
+  open_ = true;
   for (Parameter& parameter : parameters_) {
     parameter.ready = false;
     parameter.handed = nullptr;
@@ -354,11 +355,12 @@ void Reducer::publish_missing(const Bitmap* wanted) {
 void Reducer::close_round() {
   expected_.disarm();
   stats_.close(monotonic_ns());
-  record_.trainable = trainable();
+  if (!shadows_) announce_end();
+  if (!shadows_) record_.trainable = trainable();
   record_.whole = by_output_ ? 1 : 0;
   if (round_->publishes_all()) publish_missing(nullptr);
   check_handed();
-  record_.busy_ns = stats_.busy_ns(monotonic_ns());
+  record_.busy_ns = shadows_ ? 0 : stats_.busy_ns(monotonic_ns());
   const std::vector<RoundRecord>& records = round_->end(record_);
   note_meeting(records);
   check_trainable(records);
@@ -370,10 +372,11 @@ void Reducer::close_round() {
   }
   publish_missing(&used_by_any_);
   round_->finish();
-  deliver(used_by_any_);
+  if (receives_) deliver(used_by_any_);
   if (again.any()) second_round(again);
   publish_late_ = publish_late_ || (options_.comm_hook && again.any());
-  average_sparse(used_by_any_, round_->size(), true);
+  average_sparse();
+  if (!receives_) deliver(Bitmap(static_cast<int>(parameters_.size())));  // only puts back
   stats_.finish(monotonic_ns());
   last_ready_order_.swap(ready_order_);
   if (counters_.num_rounds++ == 0) used_first_ = used_by_any_;
@@ -389,14 +392,27 @@ void Reducer::close_round() {
   run_deferred_hooks();
 }
 
+void Reducer::announce_end() {
+  if (!before_end_) return;
+  const int64_t start_ns = monotonic_ns();
+  before_end_();
+  stats_.discount(monotonic_ns() - start_ns);
+}
+
 void Reducer::note_meeting(const std::vector<RoundRecord>& records) {
   std::vector<int64_t> busy_ns;
+  // A rank that only shadows the round counts as the first of the others to come.
+  uint64_t shortest_ns = UINT64_MAX;
+  for (const RoundRecord& record : records) {
+    if (!record.shadows()) shortest_ns = std::min(shortest_ns, record.busy_ns);
+  }
   last_used_.clear();
   for (const RoundRecord& record : records) {
-    busy_ns.push_back(static_cast<int64_t>(record.busy_ns));
+    busy_ns.push_back(static_cast<int64_t>(record.shadows() ? shortest_ns : record.busy_ns));
     last_used_.push_back(record.used);
     // Of a part of a backward we cannot tell what was left out.
     if (record.whole == 0) last_used_.back().merge(record.trainable);
+    if (record.shadows()) last_used_.back().fill();
   }
   stats_.meet(monotonic_ns(), round_->rank(), busy_ns);
 }
@@ -406,7 +422,7 @@ void Reducer::note_meeting(const std::vector<RoundRecord>& records) {
 void Reducer::second_round(const Bitmap& again) {
   const at::NoGradGuard no_grad;
   std::vector<std::pair<int, at::Tensor>> firsts;
-  round_->begin_second();
+  round_->begin_second(round_divisor_);
   for (size_t u = 0; u < units_.size(); ++u) {
     const auto& members = units_[u].members;
     if (std::none_of(members.begin(), members.end(),
@@ -420,7 +436,32 @@ void Reducer::second_round(const Bitmap& again) {
   }
   round_->end(record_);
   round_->finish();
+  if (!receives_) return;
   for (const auto& [unit, first] : firsts) add_second(unit, again, first);
+}
+
+void Reducer::shadow_round(int divisor, bool receives) {
+  PYDIST_CHECK(!open_, UsageError, "a rank in the middle of a backward of ", options_.name,
+               " cannot shadow a round of the others");
+  RoundRecord kept(static_cast<int>(parameters_.size()));
+  std::swap(kept, record_);  // what was used since the last round that was this rank's own
+  shadows_ = true;
+  receives_ = receives;
+  const auto leave = [&] {
+    shadows_ = false;
+    receives_ = true;
+    std::swap(kept, record_);
+  };
+  try {
+    begin_round(divisor);
+    by_output_ = true;
+    close_round();
+  } catch (...) {
+    if (open_) abandon_round("raised while it shadowed a backward");
+    leave();
+    throw;
+  }
+  leave();
 }
 
 void Reducer::abandon_round(const std::string& reason) noexcept {
@@ -461,16 +502,22 @@ Bitmap Reducer::trainable() const {
   return bitmap;
 }
 
+// A rank that only shadows the round has not run what may freeze parameters.
 void Reducer::check_trainable(const std::vector<RoundRecord>& records) const {
-  for (size_t r = 1; r < records.size(); ++r) {
-    if (records[r].trainable == records[0].trainable) continue;
+  size_t first = 0;
+  while (first < records.size() && records[first].shadows()) ++first;
+  for (size_t r = first + 1; r < records.size(); ++r) {
+    const Bitmap& found = records[r].trainable;
+    const Bitmap& expected = records[first].trainable;
+    if (found == expected || records[r].shadows()) continue;
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      const bool here = records[r].trainable.test(static_cast<int>(i));
-      PYDIST_CHECK(here == records[0].trainable.test(static_cast<int>(i)), MismatchError,
-                   "parameter ", parameters_[i].name, " of ", options_.name,
+      const bool here = found.test(static_cast<int>(i));
+      PYDIST_CHECK(here == expected.test(static_cast<int>(i)), MismatchError, "parameter ",
+                   parameters_[i].name, " of ", options_.name,
                    " has requires_grad=", here ? "True" : "False", " on ",
                    round_->describe(static_cast<int>(r)), ", but the opposite on ",
-                   round_->describe(0), "; freeze and unfreeze the same parameters on every rank");
+                   round_->describe(static_cast<int>(first)),
+                   "; freeze and unfreeze the same parameters on every rank");
     }
   }
 }

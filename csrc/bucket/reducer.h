@@ -50,9 +50,9 @@ namespace pydist {
 
 // Leaves the mean of the parameters' sparse gradients in `.grad`: their sum over ranks, divided by
 // `divisor`. Collective: all ranks give the same parameters, in the same order. A rank that does
-// not contribute takes part without gradients of its own, and its `.grad` stay as they are.
-using AverageSparse =
-    std::function<void(const std::vector<at::Tensor>& parameters, int divisor, bool contributes)>;
+// not contribute takes part without gradients of its own; if it does not receive, its `.grad` stay.
+using AverageSparse = std::function<void(const std::vector<at::Tensor>& parameters, int divisor,
+                                         bool contributes, bool receives)>;
 
 struct ReducerOptions {
   std::string name = "DataParallel";  // for messages
@@ -107,6 +107,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Tells that this rank has just waited for peers elsewhere, so that it does not count as late.
   void discount_wait(int64_t waited_ns) { stats_.discount(waited_ns); }
+
+  // From the next round on the mean divides by this, the same on all ranks; 0: by their number.
+  void set_divisor(int divisor) { divisor_ = divisor; }
+  // Runs at the end of each backward, before this rank waits for the others; empty: nothing.
+  void set_before_end(std::function<void()> action) { before_end_ = std::move(action); }
+  // Takes part in a round of the others, without a backward and with zeros for gradients. `.grad`
+  // stay as they are, unless the rank `receives` the means like the others.
+  void shadow_round(int divisor, bool receives);
 
   const ReducerCounters& counters() const { return counters_; }
   const RoundStats& stats() const { return stats_; }
@@ -191,9 +199,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void arm();
   bool task_accumulates() const;
   void open_round(bool by_output);
+  void begin_round(int divisor);
   void close_round();
   void abandon_round(const std::string& reason) noexcept;
-  void begin_units();
   void open_gate(const std::vector<at::Tensor>& incoming);
   void publish_ready(int index, const std::vector<at::Tensor>& incoming);
   const char* bucket_reason() const { return options_.bucket_view ? "bucket view" : "small"; }
@@ -203,7 +211,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // but the late ones.
   void publish_missing(const Bitmap* wanted);
   void second_round(const Bitmap& again);
-  void average_sparse(const Bitmap& used, int divisor, bool contributes);
+  void average_sparse();
   Bitmap trainable() const;
   bool reduces() const { return round_->size() > 1 || options_.comm_hook; }
   void check_trainable(const std::vector<RoundRecord>& records) const;
@@ -212,6 +220,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     return parameter.variable.requires_grad() && (parameter.unit >= 0 || parameter.sparse);
   }
   void raise_if_unused() const;
+  void announce_end();
   void note_meeting(const std::vector<RoundRecord>& records);
   // Between gradients and units.
   // The gradient travels in another type than its own.
@@ -273,6 +282,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // which need not pass the output again, is a round too.
   bool inner_gradient_ = false;
   uint64_t inner_round_ = 0;  // the number of rounds before it
+  int divisor_ = 0;           // of the next round
+  int round_divisor_ = 0;     // of this one
+  bool shadows_ = false;      // this round has no backward here; its gradients are zeros
+  bool receives_ = true;      // `.grad` become the means
+  std::function<void()> before_end_;
 };
 
 }  // namespace pydist

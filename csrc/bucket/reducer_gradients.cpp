@@ -205,13 +205,16 @@ void Reducer::pack_unit(int unit, bool only_again) {
     Parameter& parameter = parameters_[member.parameter];
     const at::Tensor& gradient = parameter.variable.grad();
     uint8_t* target = member_memory(parameter);
-    const bool gives = gradient.defined() && (!only_again || record_.again.test(member.parameter));
+    const bool gives =
+        gradient.defined() && !shadows_ && (!only_again || record_.again.test(member.parameter));
     check_present(parameter);
     if (gives) check_memory(parameter.name, gradient);
     if (gives && !only_again) {
       hand_over(parameter, gradient, gradient.storage().nbytes() == parameter.nbytes);
     }
     if (!gives) {
+      const bool is_view = gradient.defined() && gradient.data_ptr() == target;
+      if (shadows_ && is_view && !only_again) parameter.kept = gradient.clone();
       items.push_back(to_unit(parameter, nullptr));
     } else if (gradient.data_ptr() == target && gradient.strides() == view_strides(parameter)) {
       // A bucket view, which is reduced along with its neighbours.
@@ -281,12 +284,13 @@ void Reducer::fill_packed(const Parameter& parameter, at::Tensor& gradient) {
 }
 
 // Last of all, so that a gradient which was ready several times in the backward is complete.
-void Reducer::average_sparse(const Bitmap& used, int divisor, bool contributes) {
+void Reducer::average_sparse() {
   std::vector<at::Tensor> variables;
   for (const int index : options_.sparse) {
-    if (used.test(index)) variables.push_back(parameters_[index].variable);
+    if (used_by_any_.test(index)) variables.push_back(parameters_[index].variable);
   }
-  if (!variables.empty()) options_.average_sparse(variables, divisor, contributes);
+  const int divisor = round_divisor_ > 0 ? round_divisor_ : round_->size();
+  if (!variables.empty()) options_.average_sparse(variables, divisor, !shadows_, receives_);
 }
 
 // The unit's memory holds the mean of what came again; `first` the bucket of the first round where

@@ -22,6 +22,8 @@ class Bitmap {
   explicit Bitmap(int size = 0) : words_((size + 63) / 64, 0) {}
   void set(int i) { words_[i / 64] |= uint64_t{1} << (i % 64); }
   bool test(int i) const { return words_[i / 64] >> (i % 64) & 1; }
+  // Sets all, and what is left of the last word.
+  void fill() { words_.assign(words_.size(), ~uint64_t{0}); }
   void clear() { words_.assign(words_.size(), 0); }
   bool any() const {
     for (const uint64_t word : words_) {
@@ -51,6 +53,9 @@ struct RoundRecord {
   // hidden.
   uint64_t whole = 1;
   uint64_t busy_ns = 0;  // see round_stats.h
+
+  // A rank that takes part in a round of the others has no parameter that is trainable in it.
+  bool shadows() const { return !trainable.any(); }
 
   // The words that ranks exchange.
   size_t num_words() const { return 3 * used.words().size() + 2; }
@@ -100,13 +105,14 @@ class Round {
   // True if every unit that is not postponed must have been published before end(), by every rank.
   virtual bool publishes_all() const = 0;
 
-  virtual void begin() = 0;
+  // The mean is the sum divided by `divisor`, which is the same on all ranks; 0: by size().
+  virtual void begin(int divisor) = 0;
   // Of a round that publishes all, after begin() and the same on all ranks: this unit will be
   // published after end(), by all ranks in the same order, or not at all.
   // False where the round takes no such promise.
   virtual bool postpone(int) { return false; }
   // Another round of the same backward.
-  virtual void begin_second() { begin(); }
+  virtual void begin_second(int divisor) { begin(divisor); }
   // Hands the unit over: nobody but the round may touch `data` until finish() has returned or
   // drain() has.
   virtual void publish(int unit, void* data) = 0;

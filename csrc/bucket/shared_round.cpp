@@ -94,10 +94,11 @@ bool SharedRound::reaches(const void* data) const {
   return size() > 1 && Arena::instance().is_block(data);
 }
 
-void SharedRound::begin() {
+void SharedRound::begin(int divisor) {
   check();
   ++round_;
   work_ns_ = 0;
+  divisor_ = divisor;
   published_.clear();
   open_.clear();
 }
@@ -171,8 +172,8 @@ void SharedRound::reduce_chunk(int unit, uint64_t chunk) {
   for (int r = 0; r < size(); ++r) {
     copies[r] = board_->arena_base(r) + slot(r, unit).offset + begin * element_nbytes;
   }
-  const ReduceArgs args{copies, size(), copies, size(),
-                        std::min(per_chunk, what.num_elements - begin)};
+  const ReduceArgs args{
+      copies, size(), copies, size(), std::min(per_chunk, what.num_elements - begin), divisor_};
   reduce(what.dtype, ReduceOp::kMean, args, board_->isa());
 }
 

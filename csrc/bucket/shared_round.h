@@ -43,7 +43,7 @@ class SharedRound final : public Round {
   std::shared_ptr<void> hold_memory(int unit) override;
   bool reaches(const void* data) const override;
   bool publishes_all() const override { return false; }
-  void begin() override;
+  void begin(int divisor) override;
   void publish(int unit, void* data) override;
   void progress() override;
   const std::vector<RoundRecord>& end(const RoundRecord& mine) override;
@@ -79,6 +79,7 @@ class SharedRound final : public Round {
   RoundOptions options_;
   int num_units_;
   uint64_t round_ = 0;
+  int divisor_ = 0;
   int64_t work_ns_ = 0;  // of this thread on chunks, in this round
   Slot* slots_;
   Claim* claims_;

@@ -52,7 +52,7 @@ Work SlicedMean::exchange() {
   return all_to_all(*group_, received_, elements_, equal, 0);
 }
 
-Work SlicedMean::gather() {
+Work SlicedMean::gather(int divisor) {
   static const Isa isa = detect_isa();  // any gives the same bits
   const int size = group_->getSize();
   std::vector<at::Tensor> slices = received_.chunk(size);
@@ -60,7 +60,7 @@ Work SlicedMean::gather() {
   for (const at::Tensor& slice : slices) inputs.push_back(slice.data_ptr());
   at::Tensor& mine = slices[group_->getRank()];
   void* output = mine.data_ptr();
-  reduce(dtype_, ReduceOp::kMean, {inputs.data(), size, &output, 1, slice_elements_}, isa);
+  reduce(dtype_, ReduceOp::kMean, {inputs.data(), size, &output, 1, slice_elements_, divisor}, isa);
   return all_gather(*group_, elements_, mine, 0);
 }
 

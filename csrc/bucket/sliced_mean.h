@@ -21,8 +21,8 @@ class SlicedMean {
   // The unit's elements, and behind them zeros that make all slices equally long.
   void* memory() const { return elements_.data_ptr(); }
   c10::intrusive_ptr<c10d::Work> exchange();
-  // After the exchange. The mean is in memory() when the work is done.
-  c10::intrusive_ptr<c10d::Work> gather();
+  // After the exchange. The sum divided by `divisor` is in memory() when the work is done.
+  c10::intrusive_ptr<c10d::Work> gather(int divisor);
 
  private:
   c10::intrusive_ptr<c10d::ProcessGroup> group_;

@@ -21,6 +21,7 @@ struct ReduceArgs {
   void* const* outputs;
   int num_outputs;
   int64_t num_elements;
+  int divisor = 0;  // of kMean; 0: num_inputs
 };
 
 // Null where the kernels can do it, else the reason: "mean of int64".
@@ -31,7 +32,7 @@ const char* why_not_reducible(DType dtype, ReduceOp op);
 // mode or on whether it flushes subnormals.
 //
 // float16 and bfloat16 are accumulated in float32 and rounded once; everything else in its own
-// type. kMean multiplies the sum by 1/num_inputs before it is rounded. kMin and kMax propagate NaN.
+// type. kMean multiplies the sum by 1/divisor before it is rounded. kMin and kMax propagate NaN.
 // Of bool, sum and max are "or", product and min are "and". Integers wrap. Raises UsageError where
 // why_not_reducible() gives a reason.
 void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, Isa isa);

@@ -228,8 +228,8 @@ __attribute__((noinline)) void reduce_buffers(const ReduceArgs& args) {
   constexpr int64_t kStride = Element::kLanes * Element::kNbytes;
   using Accumulator = typename Element::Accumulator;
   const Addresses<kCount> addresses(args);
-  const Accumulator scale =
-      Op::kScaled ? Accumulator(1) / Accumulator(args.num_inputs) : Accumulator(1);
+  const int divisor = args.divisor > 0 ? args.divisor : args.num_inputs;
+  const Accumulator scale = Op::kScaled ? Accumulator(1) / Accumulator(divisor) : Accumulator(1);
   const int64_t nbytes = args.num_elements * Element::kNbytes;
   int64_t at = 0;
   for (; at + kUnroll * kStride <= nbytes; at += kUnroll * kStride) {

@@ -312,6 +312,17 @@ void test_mean_of_extremes() {
   }
 }
 
+// A mean over fewer than gave, the others being zeros.
+void test_divisor() {
+  for (int isa = 0; isa <= static_cast<int>(detect_isa()); ++isa) {
+    std::vector<float> a(70, 3.0f), b(70, 4.0f), c(70, 0.0f);
+    const void* inputs[] = {a.data(), b.data(), c.data()};
+    void* outputs[] = {a.data()};
+    reduce(DType::kFloat32, ReduceOp::kMean, {inputs, 3, outputs, 1, 70, 2}, static_cast<Isa>(isa));
+    for (const float mean : a) CHECK(mean == 3.5f);
+  }
+}
+
 void test_refusals() {
   float value = 0;
   const void* inputs[] = {&value};
@@ -351,6 +362,7 @@ void test_float_control() {
 int main() {
   test_every_half();
   test_mean_of_extremes();
+  test_divisor();
   test_refusals();
   test_float_control();
   test_against_naive();

@@ -129,7 +129,7 @@ class RankRun {
       if (random_number() % 8 != 0) order.push_back(static_cast<int>(u));
     }
     std::shuffle(order.begin(), order.end(), random_number);
-    round_->begin();
+    round_->begin(divisor());
     for (const int unit : order) {
       give(unit, true);
       record.used.set(unit);
@@ -149,6 +149,8 @@ class RankRun {
     round_->finish();
     verify_and_free(records);
   }
+
+  int divisor() const { return number_ % 3; }
 
   void give(int unit, bool used) {
     const int64_t elements = world_.units[unit].num_elements;
@@ -173,7 +175,8 @@ class RankRun {
             sum += contribution(r, number_, static_cast<int>(u), i);
           }
         }
-        const float mean = sum * (1.0f / static_cast<float>(world_.size));
+        const float mean =
+            sum * (1.0f / static_cast<float>(divisor() > 0 ? divisor() : world_.size));
         CHECK(std::memcmp(&mean, &block[i], sizeof(float)) == 0);
       }
       poison(block, world_.units[u].num_elements);
