@@ -50,6 +50,7 @@ std::function<void(Arguments...)> callback(py::object callable) {
 ReducerOptions reducer_options(const py::dict& settings) {
   ReducerOptions options;
   options.name = settings["name"].cast<std::string>();
+  options.backend = settings["backend"].cast<std::string>();
   options.layout.caps_nbytes = settings["bucket_caps_nbytes"].cast<std::vector<size_t>>();
   options.bucket_view = settings["bucket_view"].cast<bool>();
   options.wire = wire_type(settings["wire_dtype"]);
@@ -77,7 +78,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
                                       std::optional<c10::intrusive_ptr<c10d::ProcessGroup>> group,
                                       int rank, int size, double timeout_s,
                                       std::vector<int> global_ranks, const py::dict& settings) {
-  const ReducerOptions options = reducer_options(settings);
+  ReducerOptions options = reducer_options(settings);
+  options.marks_units = !group && !options.comm_hook;
   auto hook = make_comm_hook(settings);
   const py::gil_scoped_release no_gil;
   RoundOptions plan = Reducer::plan(parameters, names, options);

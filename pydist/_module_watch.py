@@ -1,5 +1,6 @@
 """Owns the notice of parameters that are replaced, moved or added after a module was wrapped."""
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,6 +9,9 @@ from torch import Tensor
 
 from pydist import _C
 from pydist.errors import UsageError
+
+# Of a warning in forward: to the line that called the model.
+_USER_STACKLEVEL = 7
 
 
 class ModuleWatch:
@@ -80,3 +84,23 @@ def lent_tensors(
         for name, tensor in now
         if not isinstance(tensor, torch.nn.Parameter) and id(tensor) not in known
     ]
+
+
+def check_lent(model_name: str, lent: list[tuple[str, Tensor]]) -> None:
+    """Warns that the gradients of lent tensors are this rank's own.
+
+    Raises:
+        UsageError: they belong to a function transform, and a backward is not what follows.
+    """
+    for name, tensor in lent:
+        if not tensor.requires_grad:
+            continue
+        text = (
+            f"another tensor stands in place of parameter {name} of {model_name} for this forward "
+            "(torch.func.functional_call?), and ranks do not average its gradient; call "
+            "model.module this way, and average the gradients with pydist.all_reduce"
+        )
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise UsageError(text)
+        warnings.warn(text, UserWarning, stacklevel=_USER_STACKLEVEL)
+        return

@@ -5,8 +5,9 @@ _register_buffer_comm_hook(), _build_params_for_reducer() and others.
 """
 
 import functools
+import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -140,6 +141,12 @@ class TorchSurface(DistributedDataParallel):
     def _assign_modules_buffers(self) -> None:
         """modules_buffers and named_module_buffers are looked up each time."""
 
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        """Raises, and leaves a trace in _get_ddp_logging_data()."""
+        if self.logger is not None:
+            self.logger.set_error_and_log(f"{err_type.__name__}: {err_msg}")
+        raise err_type(err_msg)
+
     # -- buffers --------------------------------------------------------------------------------
 
     def _syncs_buffers_now(self, after_forward: bool) -> bool:
@@ -152,13 +159,14 @@ class TorchSurface(DistributedDataParallel):
 
     def _sync_buffers(self, root: int = 0) -> None:
         """At a synchronised forward: calls the hook that was registered, else broadcasts."""
+        start_ns = time.monotonic_ns()
         if "buffer_hook" not in self.__dict__:
             self._sync_module_buffers(root)
-            return
-        # As with torch, a hook may write to what the graph of this forward has saved.
-        kept = _unsafe_preserve_version_counter(tuple(self.modules_buffers))
-        with torch.no_grad(), kept:
-            self._sync_module_buffers(root)
+        elif buffers := self.modules_buffers:
+            # As with torch, a hook may write to what the graph of this forward has saved.
+            with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
+                self._sync_module_buffers(root)
+        self._reducer.discount_wait(time.monotonic_ns() - start_ns)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         hook = self.__dict__.get("buffer_hook")

@@ -43,7 +43,7 @@ from pydist._mixed_precision import (
     check_mixed_precision,
     reduction_dtype,
 )
-from pydist._module_watch import ModuleWatch, find_replacements, lent_tensors
+from pydist._module_watch import ModuleWatch, check_lent, find_replacements, lent_tensors
 from pydist._outputs import tensors_of
 from pydist._replica_audit import ReplicaAudit, resolve_audit
 from pydist._sparse import SparseMean, sparse_parameters
@@ -263,6 +263,7 @@ class DataParallel(JoinSurface, TorchSurface):
         """What the C++ reducer reads (see bindings_reducer.cpp)."""
         return {
             "name": self._model_name,
+            "backend": dist.get_backend(self.process_group),
             "bucket_caps_nbytes": self._bucket_caps.caps_nbytes,
             "skip_unused": self.skip_all_reduce_unused_params,
             "bucket_view": self.gradient_as_bucket_view,
@@ -345,12 +346,12 @@ class DataParallel(JoinSurface, TorchSurface):
             if self.require_backward_grad_sync:
                 self._observe()
             self._reducer.prepare(self.require_backward_grad_sync)
-        start_ns = time.monotonic_ns()
         if self._join_config.enable:
+            start_ns = time.monotonic_ns()
             self._membership.before_forward(self.will_sync_module_buffers())
+            self._reducer.discount_wait(time.monotonic_ns() - start_ns)
         if self._syncs_buffers_now(after_forward=False):
             self._sync_buffers(self._buffer_root())
-        self._reducer.discount_wait(time.monotonic_ns() - start_ns)
         if self.device_ids:
             inputs, kwargs = self._moved(inputs, kwargs)
         if self.mixed_precision is not None:
@@ -390,15 +391,8 @@ class DataParallel(JoinSurface, TorchSurface):
         now = list(self._all_parameters())
         wrapped = self._reducer.parameters()
         lent = lent_tensors(wrapped, now)
-        for name, tensor in lent:
-            if tensor.requires_grad:
-                raise UsageError(
-                    f"another tensor stands in place of parameter {name} of {self._model_name} for "
-                    "this forward (torch.func.functional_call?), and ranks would not average its "
-                    "gradient; call model.module this way, and average the gradients with "
-                    "pydist.all_reduce"
-                )
         if lent:
+            check_lent(self._model_name, lent)
             return  # the parameters come back after this forward
         try:
             self._names, replaced = find_replacements(self._model_name, self._names, wrapped, now)

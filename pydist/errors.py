@@ -3,8 +3,11 @@
 import builtins
 
 
-class UsageError(ValueError):
-    """A call was wrong on this rank alone: an argument, a state, a limit of the machine."""
+class UsageError(ValueError, RuntimeError):
+    """A call was wrong on this rank alone: an argument, a state, a limit of the machine.
+
+    Both, since torch's DistributedDataParallel raises now the one and now the other.
+    """
 
 
 class MismatchError(RuntimeError):

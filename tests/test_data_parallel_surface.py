@@ -148,11 +148,17 @@ def run_names(rank: int, world_size: int) -> None:
     assert inputs[0].tolist() == [1, 1]
     assert kwargs == {"k": 1}
     model._check_reducer_finalized()
-    bias = module.layer.bias
-    bias.register_post_accumulate_grad_hook(lambda _: model._check_reducer_finalized())
-    loss = loss_of(model, rank, 0)
-    with pytest.raises(RuntimeError, match="not through with averaging"):
-        loss.backward()
+    finalized: list[str] = []
+
+    def check(_: torch.Tensor) -> None:
+        with pytest.raises(RuntimeError, match="not through with averaging") as found:
+            model._check_reducer_finalized()
+        finalized.append(str(found.value))
+
+    module.layer.bias.register_hook(check)
+    loss_of(model, rank, 0).backward()
+    assert len(finalized) == 1
+    model._check_reducer_finalized()
 
 
 def test_names(pool2: RankPool) -> None:

@@ -100,6 +100,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       states_(units_.size()),
       round_(std::move(round)),
       options_(std::move(options)),
+      marks_(options_.backend, options_.marks_units),
       stats_(round_->size()),
       record_(static_cast<int>(parameters.size())),
       used_by_any_(static_cast<int>(parameters.size())),
@@ -336,6 +337,7 @@ void Reducer::publish_packed(int unit, const char* reason) {
 void Reducer::publish(int unit, void* data) {
   states_[unit].published = true;
   if (!stats_.published()) stats_.publish(monotonic_ns());
+  marks_.unit_published();
   round_->publish(unit, data);
 }
 
@@ -361,7 +363,8 @@ void Reducer::close_round() {
   if (round_->publishes_all()) publish_missing(nullptr);
   check_handed();
   record_.busy_ns = shadows_ ? 0 : stats_.busy_ns(monotonic_ns());
-  const std::vector<RoundRecord>& records = round_->end(record_);
+  const std::vector<RoundRecord>& records =
+      *marks_.around_agreement([&] { return &round_->end(record_); });
   note_meeting(records);
   check_trainable(records);
   Bitmap again(static_cast<int>(parameters_.size()));
@@ -372,6 +375,7 @@ void Reducer::close_round() {
   }
   publish_missing(&used_by_any_);
   round_->finish();
+  marks_.finished();
   if (receives_) deliver(used_by_any_);
   if (again.any()) second_round(again);
   publish_late_ = publish_late_ || (options_.comm_hook && again.any());
@@ -465,6 +469,7 @@ void Reducer::shadow_round(int divisor, bool receives) {
 }
 
 void Reducer::abandon_round(const std::string& reason) noexcept {
+  marks_.finished();
   expected_.disarm();
   open_ = false;
   if (in_forked_child()) return;

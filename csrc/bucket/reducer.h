@@ -43,6 +43,7 @@
 #include "bucket/gradient_allocator.h"
 #include "bucket/layout.h"
 #include "bucket/pack.h"
+#include "bucket/profiler_marks.h"
 #include "bucket/round.h"
 #include "bucket/round_stats.h"
 
@@ -56,6 +57,8 @@ using AverageSparse = std::function<void(const std::vector<at::Tensor>& paramete
 
 struct ReducerOptions {
   std::string name = "DataParallel";  // for messages
+  std::string backend = "gloo";       // the process group's, for the profiler
+  bool marks_units = true;            // show the reduction of units to the profiler
   LayoutOptions layout;
   bool bucket_view = false;  // `.grad` are views of buckets
   bool static_graph = false;
@@ -257,6 +260,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<UnitState> states_;
   std::unique_ptr<Round> round_;
   ReducerOptions options_;
+  ProfilerMarks marks_;
   ReducerCounters counters_;
   RoundStats stats_;
   std::string last_error_;

@@ -5,6 +5,7 @@ nothing but run such tests may install it.
 """
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,14 @@ def install(world_size: int) -> None:
     torch.Tensor.pin_memory = lambda self, *_args, **_kwargs: self
     torch.set_default_device = _nothing()
     _replace_cuda(world_size)
+
+
+def torch_without_devices() -> types.ModuleType:
+    """torch as torch's tests are to see it: torch.device(rank) would ask for an accelerator."""
+    shown: Any = types.ModuleType("torch")
+    shown.__getattr__ = lambda name: getattr(torch, name)
+    shown.device = lambda value, *index: torch.device(_cpu_instead(value), *index)
+    return shown
 
 
 def _replace_cuda(world_size: int) -> None:

@@ -59,6 +59,7 @@ def build(world_size: int, shim: bool) -> type[unittest.TestCase]:
     _substitute(shim)
     if shim:
         cpu_shim.install(world_size)
+        torch_tests.torch = cpu_shim.torch_without_devices()
     return _case_class(torch_tests)
 
 
