@@ -14,7 +14,6 @@ from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from pydist import _C
 from pydist._arguments import (
     check_environment,
-    check_not_nested,
     check_parameter,
     default_group,
     resolve_bucket_caps,
@@ -44,6 +43,7 @@ from pydist._mixed_precision import (
     reduction_dtype,
 )
 from pydist._module_watch import ModuleWatch, find_replacements, lent_tensors
+from pydist._nesting import Nesting
 from pydist._outputs import tensors_of
 from pydist._replica_audit import ReplicaAudit, resolve_audit
 from pydist._sparse import SparseMean, sparse_parameters
@@ -192,7 +192,8 @@ class DataParallel(JoinSurface, TorchSurface):
         self._wire_dtype = resolve_wire_dtype(wire_dtype)
         if self.mixed_precision is not None:
             apply_mixed_precision(module, self.mixed_precision, self.parameters_to_ignore)
-        self._warned_unused = False
+        self._warned_unused = self._warned_lent = False
+        self._nesting = Nesting()
         self._lazy_init_ran = False
         self._comm_hooks: list[tuple[Hook, Any]] = []
         self.unused_parameters = resolve_unused(unused_parameters, find_unused_parameters)
@@ -207,7 +208,7 @@ class DataParallel(JoinSurface, TorchSurface):
         self._engine = group_engine(self.process_group)
         with self._engine.all_or_none(f"wrapping {self._model_name}"):
             check_environment()
-            check_not_nested(self.module)
+            self._nesting.enclose(self.module)
             self._names, parameters = self._trainable_candidates()
             sparse = sparse_parameters(self.module)
             self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
@@ -327,8 +328,14 @@ class DataParallel(JoinSurface, TorchSurface):
     @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; a backward from its outputs averages gradients, except in no_sync()."""
+        if self._nesting.stands_aside():
+            return self.module(*inputs, **kwargs)
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+        if not self._nesting.inner:
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+        with self._nesting.averaging_for_inner():
+            output = self._run_ddp_forward(*inputs, **kwargs)
+        return self._post_forward(output)
 
     @untraced_with_callees
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -390,16 +397,9 @@ class DataParallel(JoinSurface, TorchSurface):
         now = list(self._all_parameters())
         wrapped = self._reducer.parameters()
         lent = lent_tensors(wrapped, now)
-        for name, tensor in lent:
-            if tensor.requires_grad:
-                raise UsageError(
-                    f"another tensor stands in place of parameter {name} of {self._model_name} for "
-                    "this forward (torch.func.functional_call?), and ranks would not average its "
-                    "gradient; call model.module this way, and average the gradients with "
-                    "pydist.all_reduce"
-                )
-        if lent:
-            return  # the parameters come back after this forward
+        if lent:  # the parameters come back after this forward
+            self._warn_of_lent([name for name, tensor in lent if tensor.requires_grad])
+            return
         try:
             self._names, replaced = find_replacements(self._model_name, self._names, wrapped, now)
             for index, parameter in replaced.items():
@@ -411,6 +411,17 @@ class DataParallel(JoinSurface, TorchSurface):
                 self._reducer.fail(text)
             raise type(error)(text) from None
         self._watch = ModuleWatch(self.module)
+
+    def _warn_of_lent(self, names: list[str]) -> None:
+        if names and not self._warned_lent:
+            self._warned_lent = True
+            warnings.warn(
+                f"other tensors stand in the places of parameters of {self._model_name} in this "
+                f"forward (torch.func.functional_call?): {', '.join(names)}. Ranks do not average "
+                "the gradients of these; call model.module this way, and pydist.all_reduce them",
+                UserWarning,
+                stacklevel=_USER_STACKLEVEL,
+            )
 
     def _moved(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
         """Arguments on the module's own device."""
