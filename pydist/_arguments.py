@@ -273,13 +273,3 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
             f"parameter {name} is expanded: several of its elements share memory; "
             "clone() it before wrapping the module"
         )
-
-
-def check_not_nested(module: torch.nn.Module) -> None:
-    """Raises UsageError where a part of the module is wrapped already: both would average it."""
-    for name, part in module.named_modules():
-        if isinstance(part, torch.nn.parallel.DistributedDataParallel):
-            raise UsageError(
-                f"module {name or 'itself'} is a {type(part).__name__} already, and its gradients "
-                "would be averaged twice; wrap the outermost module only"
-            )

@@ -14,7 +14,6 @@ from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from pydist import _C
 from pydist._arguments import (
     check_environment,
-    check_not_nested,
     check_parameter,
     default_group,
     resolve_bucket_caps,
@@ -44,6 +43,7 @@ from pydist._mixed_precision import (
     reduction_dtype,
 )
 from pydist._module_watch import ModuleWatch, check_lent, find_replacements, lent_tensors
+from pydist._nesting import Nesting
 from pydist._outputs import tensors_of
 from pydist._replica_audit import ReplicaAudit, resolve_audit
 from pydist._sparse import SparseMean, sparse_parameters
@@ -193,6 +193,7 @@ class DataParallel(JoinSurface, TorchSurface):
         if self.mixed_precision is not None:
             apply_mixed_precision(module, self.mixed_precision, self.parameters_to_ignore)
         self._warned_unused = False
+        self._nesting = Nesting()
         self._lazy_init_ran = False
         self._comm_hooks: list[tuple[Hook, Any]] = []
         self.unused_parameters = resolve_unused(unused_parameters, find_unused_parameters)
@@ -207,7 +208,7 @@ class DataParallel(JoinSurface, TorchSurface):
         self._engine = group_engine(self.process_group)
         with self._engine.all_or_none(f"wrapping {self._model_name}"):
             check_environment()
-            check_not_nested(self.module)
+            self._nesting.enclose(self.module, self.parameters_to_ignore)
             self._names, parameters = self._trainable_candidates()
             sparse = sparse_parameters(self.module)
             self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
@@ -328,8 +329,14 @@ class DataParallel(JoinSurface, TorchSurface):
     @untraced
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module; a backward from its outputs averages gradients, except in no_sync()."""
+        if self._nesting.stands_aside():
+            return self.module(*inputs, **kwargs)
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+        if not self._nesting.inner:
+            return self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+        with self._nesting.averaging_for_inner():
+            output = self._run_ddp_forward(*inputs, **kwargs)
+        return self._post_forward(output)
 
     @untraced_with_callees
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:

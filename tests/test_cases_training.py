@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pydist
 from conftest import Transport
@@ -18,6 +19,7 @@ from reference import (
     assert_reduced,
     assert_same_on_all_ranks,
     assert_step_reduced,
+    difference,
     digest,
     draw,
     expect_error,
@@ -64,30 +66,103 @@ def test_c19_two_losses_of_one_forward(transport: Transport) -> None:
     transport.pool(2).run(backward_twice)
 
 
-def nest(rank: int, world_size: int) -> str:
-    inner = DataParallel(nn.Linear(4, 4))
-    error = expect_error(
-        pydist.UsageError, lambda: DataParallel(nn.Sequential(inner, nn.Linear(4, 2)))
-    )
-    model = DataParallel(nn.Sequential(inner.module, nn.Linear(4, 2)))
-    expected = OneProcess(model.module, world_size)
+class Nested(nn.Module):
+    """A wrapped layer, under a checkpoint or not, in front of a plain one."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner: nn.Module = nn.Linear(192, 192)
+        self.last = nn.Linear(192, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant is None:
+            return self.last(self.inner(x))  # type: ignore[no-any-return]
+        x = x.requires_grad_()
+        return self.last(checkpoint(self.inner, x, use_reentrant=self.reentrant))  # type: ignore[no-any-return]
+
+
+def nest(rank: int, world_size: int, reentrant: bool | None) -> None:
+    module = Nested(reentrant)
+    expected = OneProcess(module, world_size)
+    inner = DataParallel(module.inner)
+    module.inner = inner
+    model = DataParallel(module)
+
+    def found_gradients() -> list[Tensor | None]:
+        return [parameter.grad for parameter in model.parameters()]
+
+    def assert_like(replica: nn.Module) -> None:
+        for found, parameter in zip(found_gradients(), replica.parameters(), strict=True):
+            problem = difference(found, parameter.grad)
+            assert problem is None, problem
+
     for step in range(2):
         model.zero_grad()
         expected.zero_grad()
         with model.no_sync():
-            loss_of(model, rank, step, 4).backward()
-        expected.backward(loss_of, step, 4, synced=False)
-        loss_of(model, rank, step + 5, 4).backward()
-        expected.backward(loss_of, step + 5, 4)
-        assert_reduced(model, expected)
-    return str(error)
+            loss_of(model, rank, step, 192).backward()
+        expected.backward(loss_of, step, 192, synced=False)
+        assert_like(expected.replicas[rank])
+        assert model.report().num_rounds == step
+        loss_of(model, rank, step + 5, 192).backward()
+        expected.backward(loss_of, step + 5, 192)
+        assert_like(expected.module)
+        assert_same_on_all_ranks(found_gradients())
+    assert inner.report().num_rounds == 0
+    model.zero_grad()
+    expected.zero_grad()
+    loss_of(inner, rank, 9, 192).backward()  # by itself it is a wrapper like any other
+    expected.backward(lambda replica, rank: loss_of(replica.inner, rank, 9, 192))  # type: ignore[arg-type]
+    assert_like(expected.module)
 
 
-def test_c22_a_wrapper_inside_a_wrapper(transport: Transport) -> None:
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_c22_a_wrapper_inside_a_wrapper(transport: Transport, reentrant: bool | None) -> None:
     """The inner wrapper went on averaging inside the outer one's no_sync, and both wrote to the
-    same gradients. Nesting is refused with the inner one's name; its module can be wrapped."""
-    for message in transport.pool(2).run(nest):
-        assert "module 0 " in message
+    same gradients. Inside another one a wrapper stands aside, also where a checkpoint runs it again
+    in backward; called by itself it averages."""
+    transport.pool(2).run(nest, reentrant)
+
+
+def nest_ignored(rank: int, world_size: int) -> None:
+    module = Nested(None)
+    expected = OneProcess(module, world_size)
+    inner = DataParallel(module.inner)
+    module.inner = inner
+    names = [f"inner.{name}" for name, _ in inner.named_parameters()]
+    mark = DataParallel._set_params_and_buffers_to_ignore_for_model
+    mark(module, names[:1])
+    text = str(expect_error(pydist.UsageError, lambda: DataParallel(module)))
+    assert names[0] in text
+    assert names[1] in text
+    mark(module, names)
+    model = DataParallel(module)
+    loss_of(model, rank, 0, 192).backward()
+    expected.backward(loss_of, 0, 192)
+    for found, right in zip(model.parameters(), expected.module.parameters(), strict=True):
+        problem = difference(found.grad, right.grad)
+        assert problem is None, problem
+    assert inner.report().num_rounds == 1
+
+
+def test_an_inner_wrapper_that_is_ignored_averages(transport: Transport) -> None:
+    """Recommender systems let an outer wrapper ignore the parameters of wrappers inside: those go
+    on averaging them. To ignore a part of them makes no sense."""
+    transport.pool(2).run(nest_ignored)
+
+
+def nest_torchs(rank: int, world_size: int) -> str:
+    inner = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    wrap = nn.Sequential(nn.Linear(4, 4), inner)
+    return str(expect_error(pydist.UsageError, lambda: DataParallel(wrap)))
+
+
+def test_torchs_wrapper_inside_ours_is_refused(transport: Transport) -> None:
+    """torch's class does not know to stand aside."""
+    for message in transport.pool(2).run(nest_torchs):
+        assert "module 1 " in message
 
 
 class Cube(nn.Module):

@@ -41,6 +41,7 @@ PYTHON_LAYERS = [
         "_mesh",
         "_mixed_precision",
         "_module_watch",
+        "_nesting",
         "_outputs",
         "_sparse",
         "_verification",
