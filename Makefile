@@ -66,7 +66,13 @@ demo: venv
 test: venv
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
-test-all: venv cpp-test cpp-test-aarch64
+# Real frameworks, with the torch that is there.
+$(VENV)/.interop: tests/interop/requirements.txt | $(VENV)/.built
+	@echo "installing the frameworks that tests/interop trains with ..."
+	@$(PIP) install -r $<
+	@touch $@
+
+test-all: $(VENV)/.interop cpp-test cpp-test-aarch64
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 bench: venv

@@ -49,6 +49,9 @@ class TorchReducer:
         """False: buckets are laid out once, since units are reduced in any order."""
         return False
 
+    def _delay_all_reduce(self) -> None:
+        """Nothing is delayed: a static graph's first backward is a round as any other."""
+
     def _set_static_graph(self) -> None:
         model = self._model
         if model._reducer.counters()["num_rounds"]:
