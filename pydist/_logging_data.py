@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 from pydist.errors import UsageError
 
 if TYPE_CHECKING:
-    from pydist.data_parallel import DataParallel
+    from pydist._wrapping import Wrapping
 
 # As torch: every round of the first ten is sampled, then one in so many.
 _FIRST_SAMPLES = 10
@@ -73,7 +73,7 @@ class DataParallelLogger:
     where torch samples; with DETAIL every rank does, and DataParallel audits its replicas.
     """
 
-    def __init__(self, model: "DataParallel") -> None:
+    def __init__(self, model: "Wrapping") -> None:
         self._model = weakref.ref(model)  # which owns this
         self._sample_rate = _SAMPLE_RATE
         self._num_forwards = 0
@@ -157,7 +157,7 @@ class DataParallelLogger:
 
     # -- ours -----------------------------------------------------------------------------------
 
-    def _model_now(self) -> "DataParallel":
+    def _model_now(self) -> "Wrapping":
         model = self._model()
         assert model is not None
         return model

@@ -49,6 +49,8 @@ PYTHON_LAYERS = [
     {"_dynamo"},
     {"report", "sync_batchnorm"},
     {"_arguments", "_join", "_logging_data", "_replica_audit", "_torch_surface"},
+    {"_wrapping"},
+    {"_hook_surface"},
     {"data_parallel"},
     {"__init__"},
 ]
