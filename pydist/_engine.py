@@ -72,6 +72,7 @@ class Engine:
         self.communicator: _C.Communicator | None = self._connect(str(group.group_desc))
         self.operations: Operations = self.communicator or ProcessGroupOperations(group)
         self.transport = TRANSPORTS[0] if self.communicator is not None else TRANSPORTS[1]
+        self._group = weakref.ref(group)
         self._side_operations: SideOperations | None = None
         self.join_session: object = None  # of _join.py, while ranks are in join()
 
@@ -127,6 +128,29 @@ class Engine:
         )
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+    def round_group(self) -> dist.ProcessGroup | None:
+        """What a reducer's rounds talk through; None where they go through shared memory.
+
+        A group of its own, with Gloo: its calls come when gradients are ready, which may be in
+        another order on each rank beside what else backward sends through the user's group (other
+        wrappers, the user's own collectives). Torch's registry does not know it: it ends with the
+        reducer. With other backends it is the user's group. Collective.
+        """
+        if self.communicator is not None:
+            return None
+        group = self._group()
+        assert group is not None
+        if self._backend != "gloo":
+            return group
+        kind = dist.ProcessGroup.BackendType.GLOO
+        store = self.store_prefix("rounds")
+        own = dist.ProcessGroup(store, self.rank, self.size)
+        timeout = timedelta(seconds=self.timeout_s)
+        backend = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        own._set_default_backend(kind)
+        own._register_backend(torch.device("cpu"), kind, backend)
+        return own
 
     def store_prefix(self, name: str) -> PrefixStore:
         """A store of fresh keys; all ranks must ask for the same names in the same order."""

@@ -69,7 +69,7 @@ class Wrapping(TorchSurface):
             parameters=parameters,
             names=self._names,
             store=self._engine.store_prefix("reducer"),
-            group=None if self._engine.transport == "shared_memory" else self.process_group,
+            group=self._engine.round_group(),
             rank=self._engine.rank,
             size=self._engine.size,
             timeout_s=self._engine.timeout_s,

@@ -200,7 +200,9 @@ class DataParallel(JoinSurface, HookSurface):
     @untraced_with_callees
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """What comes before the module's own forward; its arguments, moved where they belong."""
-        if self._reducer is None:  # a copy, used for the first time
+        if self._reducer is None:  # a copy
+            if not torch.is_grad_enabled():  # evaluated, maybe on one rank alone
+                return self._arguments_for_module(inputs, kwargs)
             self._build(init_sync=False)
         if not self._lazy_init_ran:
             take_over_optimizers(self._module_parameters)
@@ -218,8 +220,14 @@ class DataParallel(JoinSurface, HookSurface):
             self._reducer.discount_wait(time.monotonic_ns() - start_ns)
         if self._syncs_buffers_now(after_forward=False):
             self._sync_buffers(self._buffer_root())
+        return self._arguments_for_module(inputs, kwargs)
+
+    def _arguments_for_module(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The same on the module's own device, and in its precision."""
         if self.device_ids:
-            inputs, kwargs = self._moved(inputs, kwargs)
+            device = torch.device(self.device_type, self.device_ids[0])
+            moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
+            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         if self.mixed_precision is not None:
             return _cast_forward_inputs(self.mixed_precision.param_dtype, *inputs, **kwargs)
         return inputs, kwargs
@@ -236,6 +244,8 @@ class DataParallel(JoinSurface, HookSurface):
     @untraced_with_callees
     def _post_forward(self, output: Any) -> Any:
         """What comes after it: backward from `output` will be a round."""
+        if self._reducer is None:
+            return output
         if self._syncs_buffers_now(after_forward=True):
             self._sync_buffers(self._buffer_root())
         synchronize = self.require_backward_grad_sync
@@ -271,13 +281,6 @@ class DataParallel(JoinSurface, HookSurface):
                 self._reducer.fail(text)
             raise type(error)(text) from None
         self._watch = ModuleWatch(self.module)
-
-    def _moved(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments on the module's own device."""
-        assert self.device_ids is not None
-        device = torch.device(self.device_type, self.device_ids[0])
-        moved_inputs, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
-        return moved_inputs[0], moved_kwargs[0]
 
     def _warn_of_last_round(self) -> None:
         if self._warned_unused:

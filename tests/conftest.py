@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import importlib.metadata
 import os
 import sys
 import time
@@ -18,6 +19,11 @@ import ranks  # found through the line above
 ALLOWED_SKIPS: tuple[tuple[str, str], ...] = (
     ("test_a_memory_limit_is_an_error", "memory cgroups can be made by root alone"),
 )
+
+# torch's own tests are those of one version, whose names tests/conformance lists.
+CONFORMANCE_VERSION = "2.13"
+_has_conformance = importlib.metadata.version("torch").startswith(f"{CONFORMANCE_VERSION}.")
+collect_ignore = [] if _has_conformance else ["conformance/test_torch_ddp.py"]
 
 PR_SET_CHILD_SUBREAPER = 36
 SHARED_MEMORY = Path("/dev/shm")
@@ -67,6 +73,12 @@ def pool4() -> ranks.RankPool:
 @pytest.fixture
 def pool8() -> ranks.RankPool:
     return ranks.get_pool(8)
+
+
+def pytest_report_header() -> list[str]:
+    if _has_conformance:
+        return []
+    return [f"tests/conformance needs torch {CONFORMANCE_VERSION}, and is left out"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -103,7 +103,7 @@ void HookRound::begin_second(int divisor) {
 
 void HookRound::publish(int unit, void*) {
   published_[unit] = true;
-  advance(false);
+  wait_for_hook(false);
 }
 
 // Does all that needs no waiting. Units stay unpublished in a second round only, which has them all
@@ -189,7 +189,7 @@ const std::vector<RoundRecord>& HookRound::end(const RoundRecord& mine) {
   if (next_ > 0) hidden_ns_ += monotonic_ns() - handed_ns_;
   const double inner_wait_s = inner_->wait_s();
   // First the hook, then the records: its calls and ours may use the same process group.
-  wait_for_hook();
+  wait_for_hook(true);
   if (error_ != nullptr) announce_error();
   RoundRecord wide = resized(mine, options_.num_parameters + 1);
   if (error_ != nullptr) wide.used.set(options_.num_parameters);
@@ -223,10 +223,13 @@ void HookRound::settle_error(const std::vector<RoundRecord>& records) {
   std::rethrow_exception(error_);
 }
 
-void HookRound::wait_for_hook() {
+// Not overlapped with backward: what the hook calls would else be mixed, by chance and differently
+// on every rank, with calls that backward makes on the same process group.
+void HookRound::wait_for_hook(bool skip_unpublished) {
   const double start_s = monotonic_s();
   double next_check_s = start_s + kCheck_s;
-  for (advance(true); error_ == nullptr && future_ != nullptr; advance(true)) {
+  for (advance(skip_unpublished); error_ == nullptr && future_ != nullptr;
+       advance(skip_unpublished)) {
     const double now_s = monotonic_s();
     if (now_s - start_s < kYield_s) {
       ::sched_yield();

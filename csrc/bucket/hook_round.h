@@ -59,7 +59,7 @@ class HookRound final : public Round {
   c10d::GradBucket bucket(int unit);
   void take_result();
   void copy_result(int unit, at::Tensor result);
-  void wait_for_hook();
+  void wait_for_hook(bool skip_unpublished);
   void look_for_raised_peers();
   void announce_error();
   void settle_error(const std::vector<RoundRecord>& records);

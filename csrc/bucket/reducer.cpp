@@ -151,6 +151,21 @@ class RoundGuard {
   std::shared_ptr<Reducer> reducer_;
 };
 
+// Ends a backward that only accumulates, whether it raises or not.
+class LocalGuard {
+ public:
+  explicit LocalGuard(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
+  LocalGuard(const LocalGuard&) = delete;
+  ~LocalGuard() { close(); }
+  void close() {
+    reducer_->only_local_ = false;
+    reducer_->expected_.disarm();
+  }
+
+ private:
+  std::shared_ptr<Reducer> reducer_;
+};
+
 void Reducer::guard(const std::function<void()>& action) {
   try {
     action();
@@ -210,11 +225,11 @@ void Reducer::on_output(bool synchronize) {
     open_round(true);
     return;
   }
-  if (armed_task_ == torch::autograd::get_current_graph_task_id()) return;
-  armed_task_ = torch::autograd::get_current_graph_task_id();
+  if (only_local_) return;
+  only_local_ = true;
   arm();
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [self = shared_from_this()] { self->expected_.disarm(); });
+  auto guard = std::make_shared<LocalGuard>(shared_from_this());
+  torch::autograd::Engine::get_default_engine().queue_callback([guard] { guard->close(); });
 }
 
 // Without a hook on an output (it was hidden from us) the first parameter opens the round, maybe in
@@ -239,6 +254,7 @@ void Reducer::begin_round(int divisor) {
   for (Parameter& parameter : parameters_) {
     parameter.ready = false;
     parameter.handed = nullptr;
+    parameter.counted = parameter.variable.requires_grad();
   }
   gate_open_ = false;
   const bool choose = options_.skip_unused && counters_.num_rounds > 0;
@@ -248,7 +264,7 @@ void Reducer::begin_round(int divisor) {
     state.missing = state.gated ? 1 : 0;
     state.late = choose;
     for (const Member& member : units_[u].members) {
-      state.missing += parameters_[member.parameter].variable.requires_grad() ? 1 : 0;
+      state.missing += parameters_[member.parameter].counted ? 1 : 0;
       // Of the last round, and the same on all ranks.
       if (used_by_any_.test(member.parameter)) state.late = false;
     }
@@ -256,20 +272,26 @@ void Reducer::begin_round(int divisor) {
   }
 }
 
+// A function may give None, and a parameter that was frozen since its forward accumulates nothing.
+bool Reducer::accumulates(const Parameter& parameter, const std::vector<at::Tensor>& incoming) {
+  return !incoming.empty() && incoming[0].defined() && parameter.variable.requires_grad();
+}
+
 void Reducer::before_accumulation(int index, const std::vector<at::Tensor>& incoming) {
   Parameter& parameter = parameters_[index];
-  if (incoming.empty() || !incoming[0].defined()) return;  // a function gave None: nothing comes
+  if (!accumulates(parameter, incoming)) return;
   if (defers(index)) defer_hook(index);
   if (!open_ || parameter.unit < 0 || !states_[parameter.unit].published) return;
   // Peers may be reading and writing this gradient's memory: let autograd fill another.
-  if (parameter.aside.defined()) return;
+  if (parameter.is_aside) return;
+  parameter.is_aside = true;
   parameter.aside = parameter.variable.grad();
   parameter.variable.mutable_grad() = at::Tensor();
 }
 
 void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incoming) {
   Parameter& parameter = parameters_[index];
-  if (incoming.empty() || !incoming[0].defined()) return;
+  if (!accumulates(parameter, incoming)) return;
   record_.used.set(index);
   if (parameter.unit >= 0) expected_.arrived(parameter.nbytes);
   if (!open_ && expecting_ && reduces()) open_round(false);
@@ -290,7 +312,7 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
   } else if (!parameter.ready) {
     parameter.ready = true;
     ready_order_.push_back(index);
-    if (--states_[parameter.unit].missing == 0) publish_ready(index, incoming);
+    if (parameter.counted && --states_[parameter.unit].missing == 0) publish_ready(index, incoming);
   }
   round_->progress();
 }

@@ -155,10 +155,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void before_accumulation(int index, const std::vector<at::Tensor>& incoming);
   void after_accumulation(int index, const std::vector<at::Tensor>& incoming);
   // True if a round will average the parameter's gradients, so that its hooks have to wait.
+  bool is_averaged(int index) const;
   bool defers(int index) const;
 
  private:
   friend class RoundGuard;
+  friend class LocalGuard;
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(at::Tensor()));
 
   struct Parameter {
@@ -180,6 +182,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     void* handed = nullptr;  // where `.grad` lay when its unit was published; null without one
     int64_t version = -1;    // and its version, where no other tensor counts along
     at::Tensor kept;         // a copy of `.grad`, to be restored if no rank used the parameter
+    bool counted = false;    // among those that its unit waits for
+    bool is_aside = false;   // there is something in `aside`, if only an undefined gradient
     at::Tensor aside;        // `.grad` while its memory is published and autograd fills another
   };
   struct UnitState {
@@ -191,6 +195,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     at::Tensor bucket;         // bucket_view: what `.grad` are views of
   };
 
+  static bool accumulates(const Parameter& parameter, const std::vector<at::Tensor>& incoming);
   void abandon_if_open(const Error& error) noexcept;
   UsageError named(const UsageError& error) const;
   void defer_hook(int index);
@@ -274,11 +279,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool last_had_unused_ = false;
   bool ever_changed_ = false;
   std::vector<std::function<void()>> after_round_;
-  bool open_ = false;       // a round is going on
-  bool gate_open_ = false;  // its gradient has come in this round
-  int armed_task_ = -1;     // graph task of a backward that only accumulates
-  bool by_output_ = false;  // the round was opened by an output's hook
-  bool expecting_ = false;  // a parameter may open a round: see open_round()
+  bool open_ = false;        // a round is going on
+  bool gate_open_ = false;   // its gradient has come in this round
+  bool only_local_ = false;  // a backward goes on that only accumulates
+  bool by_output_ = false;   // the round was opened by an output's hook
+  bool expecting_ = false;   // a parameter may open a round: see open_round()
   // A communication hook gets every bucket once a backward: where parameters become ready again,
   // buckets wait for the end of backward from then on.
   bool publish_late_ = false;

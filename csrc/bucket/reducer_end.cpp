@@ -136,6 +136,7 @@ void Reducer::abandon_round(const std::string& reason) noexcept {
   for (Parameter& parameter : parameters_) {
     if (parameter.aside.defined()) parameter.variable.mutable_grad() = std::move(parameter.aside);
     parameter.aside = at::Tensor();
+    parameter.is_aside = false;
   }
   record_.used.clear();
   record_.again.clear();

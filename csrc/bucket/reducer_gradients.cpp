@@ -180,8 +180,7 @@ void Reducer::check_handed() const {
   for (const Parameter& parameter : parameters_) {
     if (parameter.handed == nullptr) continue;
     check_present(parameter);
-    const at::Tensor& gradient =
-        parameter.aside.defined() ? parameter.aside : parameter.variable.grad();
+    const at::Tensor& gradient = parameter.is_aside ? parameter.aside : parameter.variable.grad();
     PYDIST_CHECK(
         gradient.defined() && gradient.has_storage() && gradient.data_ptr() == parameter.handed,
         UsageError, "the gradient of parameter ", parameter.name,
@@ -251,14 +250,12 @@ void Reducer::deliver(const Bitmap& used) {
 void Reducer::deliver_in_place(Parameter& parameter, UnitState& state) {
   Arena::instance().unpin(state.in_place);
   state.in_place = nullptr;
-  const at::Tensor& gradient =
-      parameter.aside.defined() ? parameter.aside : parameter.variable.grad();
+  const at::Tensor& gradient = parameter.is_aside ? parameter.aside : parameter.variable.grad();
   gradient.unsafeGetTensorImpl()->bump_version();
 }
 
 void Reducer::deliver_packed(Parameter& parameter) {
-  at::Tensor& gradient =
-      parameter.aside.defined() ? parameter.aside : parameter.variable.mutable_grad();
+  at::Tensor& gradient = parameter.is_aside ? parameter.aside : parameter.variable.mutable_grad();
   check_present(parameter);
   const bool had_graph = gradient.defined() && gradient.requires_grad();  // create_graph
   if (had_graph) gradient = at::Tensor();
@@ -301,8 +298,9 @@ void Reducer::add_second(int unit, const Bitmap& again, const at::Tensor& first)
     if (!again.test(member.parameter)) continue;
     Parameter& parameter = parameters_[member.parameter];
     at::Tensor& gradient = parameter.variable.mutable_grad();
-    if (parameter.aside.defined()) gradient = std::move(parameter.aside);
+    if (parameter.is_aside) gradient = std::move(parameter.aside);
     parameter.aside = at::Tensor();
+    parameter.is_aside = false;
     if (!first.defined()) gradient.detach().add_(read_unit(parameter));
   }
 }

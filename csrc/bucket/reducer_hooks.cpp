@@ -112,9 +112,14 @@ class DeferredHook final : public PostAccumulateGradHook {
 
 }  // namespace
 
-bool Reducer::defers(int index) const {
+bool Reducer::is_averaged(int index) const {
   const Parameter& parameter = parameters_[index];
   return reduces() && parameter.accumulator != nullptr && parameter.nbytes > 0;
+}
+
+// In a backward of this wrapper: one of the bare module is the user's own affair.
+bool Reducer::defers(int index) const {
+  return is_averaged(index) && (open_ || expecting_ || only_local_);
 }
 
 // Hooks come and go, and torch replaces the object when the first one comes, so this is looked at
@@ -124,7 +129,7 @@ void Reducer::defer_hook(int index) {
   if (hook == nullptr) return;
   if (auto* deferred = dynamic_cast<DeferredHook*>(hook.get())) {
     if (deferred->waits()) return;
-    hook = deferred->take();  // of a reducer that is gone
+    hook = deferred->take();  // of another reducer, or one that is gone
   }
   hook = std::make_unique<DeferredHook>(weak_from_this(), index, std::move(hook));
 }
@@ -133,7 +138,7 @@ void Reducer::defer_hook(int index) {
 void Reducer::run_deferred_hooks() {
   const at::AutoGradMode no_grad(false);
   for (int i = static_cast<int>(parameters_.size()) - 1; i >= 0; --i) {
-    if (!used_by_any_.test(i) || !defers(i)) continue;
+    if (!used_by_any_.test(i) || !is_averaged(i)) continue;
     const at::Tensor& variable = parameters_[i].variable;
     const auto& hook = torch::autograd::impl::post_acc_grad_hooks(variable);
     if (hook == nullptr) continue;
