@@ -94,6 +94,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
     board.rank = rank;
     board.size = size;
     board.name = "the reducer of " + options.name;
+    board.remedy = "wrap the module again on every rank, or restart the job";
+    board.clue = "what did it print last? If it had less data, train inside `with model.join():`";
     board.global_ranks = std::move(global_ranks);
     round = SharedRound::create(*wrap_c10d_store(store), board, std::move(carried));
   }

@@ -14,7 +14,13 @@ _STANDS_OUT = 2.0
 # Rounds before times mean something: the first ones allocate memory and warm up.
 _ROUNDS = 5
 
+# Bytes a round: copying fewer is not worth a word.
+_NBYTES = 1 << 20
+
+_ASKED_FOR = ("wire type",)
 _INSTEAD_OF_PACKING = {
+    "communication hook": "a communication hook gets buckets; without one, or with wire_dtype, the "
+    "engine does more of the work in place",
     "small": "they belong to parameters below 32 KiB; fewer and larger parameters (fused "
     "projections, say) are reduced without a copy",
     "bucket view": "gradient_as_bucket_view=True asks for it; left at False, large gradients are "
@@ -89,8 +95,10 @@ def _about_copies(report: "Report") -> Iterator[str]:
     if report.transport != "shared_memory" or total == 0:
         return
     for reason, nbytes in sorted(report.packed_nbytes.items(), key=lambda item: -item[1]):
-        if nbytes < _SHARE_OF_BYTES * total:
+        if nbytes < max(_SHARE_OF_BYTES * total, _NBYTES * report.num_rounds):
             return
+        if reason in _ASKED_FOR:
+            continue
         instead = _INSTEAD_OF_PACKING.get(reason, reason)
         if reason == "not in the arena" and report.allocator:
             instead = f"gradients cannot be born in place: {report.allocator}"

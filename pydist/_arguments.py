@@ -146,8 +146,9 @@ def resolve_bucket_caps(cap_mb: float | None, cap_mb_list: Sequence[float] | Non
     """Sizes from MiB; a list wins. Less than a byte means every parameter alone."""
     for name, sizes in (("bucket_cap_mb", [cap_mb]), ("bucket_cap_mb_list", cap_mb_list or [])):
         for size in sizes:
-            if size is not None and not (isinstance(size, (int, float)) and math.isfinite(size)):
-                raise UsageError(f"{name} must hold finite numbers of MiB, got {size!r}")
+            finite = isinstance(size, (int, float)) and math.isfinite(size)
+            if size is not None and not (finite and size >= 0):
+                raise UsageError(f"{name} must be a finite number of MiB from 0 on, got {size!r}")
     if cap_mb_list:
         nbytes = [max(1, int(size * _MIB)) for size in cap_mb_list]
         return BucketCaps(nbytes, nbytes, False)

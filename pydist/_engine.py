@@ -73,6 +73,7 @@ class Engine:
         self.operations: Operations = self.communicator or ProcessGroupOperations(group)
         self.transport = TRANSPORTS[0] if self.communicator is not None else TRANSPORTS[1]
         self._group = weakref.ref(group)
+        self._retired: list[dist.ProcessGroup] = []
         self._side_operations: SideOperations | None = None
         self.join_session: object = None  # of _join.py, while ranks are in join()
 
@@ -134,8 +135,8 @@ class Engine:
 
         A group of its own, with Gloo: its calls come when gradients are ready, which may be in
         another order on each rank beside what else backward sends through the user's group (other
-        wrappers, the user's own collectives). Torch's registry does not know it: it ends with the
-        reducer. With other backends it is the user's group. Collective.
+        wrappers, the user's own collectives). Torch's registry does not know it. With other
+        backends it is the user's group. Collective.
         """
         if self.communicator is not None:
             return None
@@ -150,7 +151,13 @@ class Engine:
         backend = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         own._set_default_backend(kind)
         own._register_backend(torch.device("cpu"), kind, backend)
+        # Making it took all ranks, so that none is in a round of an earlier reducer any more.
+        self._retired.clear()
         return own
+
+    def retire(self, group: dist.ProcessGroup) -> None:
+        """Takes the group of a reducer that has ended: peers may still be in its last round."""
+        self._retired.append(group)
 
     def store_prefix(self, name: str) -> PrefixStore:
         """A store of fresh keys; all ranks must ask for the same names in the same order."""

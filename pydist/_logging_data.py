@@ -18,6 +18,8 @@ from pydist.errors import UsageError
 if TYPE_CHECKING:
     from pydist._wrapping import Wrapping
 
+_CONSTRUCTED = "constructed"
+
 # As torch: every round of the first ten is sampled, then one in so many.
 _FIRST_SAMPLES = 10
 _SAMPLE_RATE = 100
@@ -69,8 +71,8 @@ class DataParallelLogger:
     nanoseconds, points in time since 1970. `has_rebuilt_buckets` means, as in torch, that buckets
     are final; ours are from the start, so the rebuilt ones are the first ones.
 
-    With TORCH_DISTRIBUTED_DEBUG=INFO the first rank writes its data to stderr at the start and
-    where torch samples; with DETAIL every rank does, and DataParallel audits its replicas.
+    With TORCH_DISTRIBUTED_DEBUG=INFO the first rank writes its data to stderr at the start; with
+    DETAIL every rank does, also where torch samples, and DataParallel audits its replicas.
     """
 
     def __init__(self, model: "Wrapping") -> None:
@@ -112,7 +114,7 @@ class DataParallelLogger:
         if model.static_graph:
             self._set_static_graph()
         self._set_environment(str(self._strings["backend_name"]))
-        self._log("constructed", self._data())
+        self._log(_CONSTRUCTED, self._data())
 
     def set_runtime_stats_and_log(self) -> None:
         """To be called before every forward whose backward is a round."""
@@ -259,8 +261,8 @@ class DataParallelLogger:
     def _log(self, what: str, data: dict[str, Any]) -> None:
         level = get_debug_level()
         rank = self._model_now().process_group.rank()
-        wanted = level == DebugLevel.DETAIL or (level == DebugLevel.INFO and rank == 0)
-        if wanted:
+        first = level == DebugLevel.INFO and rank == 0 and what == _CONSTRUCTED
+        if first or level == DebugLevel.DETAIL:
             listed = ", ".join(f"{key}={value}" for key, value in sorted(data.items()))
             print(f"[pydist, rank {rank}] {what}: {listed}", file=sys.stderr, flush=True)
 

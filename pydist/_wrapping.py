@@ -1,6 +1,6 @@
 """Owns how a module becomes a wrapped one: what ranks agree on first, and the engine's making."""
 
-import dataclasses
+import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -65,17 +65,20 @@ class Wrapping(TorchSurface):
         self.logger = DataParallelLogger(self)
 
     def _make_reducer(self, parameters: list[torch.Tensor]) -> None:
+        group = self._engine.round_group()
         self._reducer = _C.Reducer(
             parameters=parameters,
             names=self._names,
             store=self._engine.store_prefix("reducer"),
-            group=self._engine.round_group(),
+            group=group,
             rank=self._engine.rank,
             size=self._engine.size,
             timeout_s=self._engine.timeout_s,
             global_ranks=self._engine.global_ranks,
             settings=self._reducer_settings(),
         )
+        if group is not None and group is not self.process_group:
+            weakref.finalize(self._reducer, self._engine.retire, group).atexit = False
         self._watch = ModuleWatch(self.module)
 
     def _place(self, parameters: list[torch.Tensor]) -> None:
@@ -88,7 +91,7 @@ class Wrapping(TorchSurface):
     def _agreed_settings(self, parameters: list[torch.Tensor]) -> dict[str, Any]:
         """What units depend on, so that no rank reduces others than its peers."""
         return {
-            "bucket_cap_mb": dataclasses.asdict(self._bucket_caps),
+            "bucket_cap_mb": [nbytes / 2**20 for nbytes in self._bucket_caps.caps_nbytes],
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "wire_dtype": self._wire_dtype,
             "mixed_precision": str(self.mixed_precision),

@@ -37,6 +37,8 @@ from pydist._replica_audit import ReplicaAudit, resolve_audit
 from pydist.errors import UsageError
 from pydist.report import Report
 
+_NUM_NAMED = 10  # parameters, in a warning
+
 # Of a warning in forward: through it and Module.__call__ to the line that called the model.
 _USER_STACKLEVEL = 6
 
@@ -102,7 +104,7 @@ class DataParallel(JoinSurface, HookSurface):
     Raises:
         MismatchError: models differ between ranks; on every rank, naming rank and parameter.
         UsageError: the module cannot be trained this way.
-        NotImplementedError: an argument of torch's DDP that is not there yet.
+        NotImplementedError: the module is on a GPU.
     """
 
     def __init__(
@@ -301,13 +303,15 @@ class DataParallel(JoinSurface, HookSurface):
             warnings.warn(
                 f"no rank used these parameters of {self._model_name} in the last step: {names}; "
                 "gradients are right nevertheless. If this is meant, say so with "
-                "find_unused_parameters=True",
+                'find_unused_parameters=True or unused_parameters="ignore"',
                 UserWarning,
                 stacklevel=_USER_STACKLEVEL,
             )
 
     def _named(self, indices: list[int]) -> str:
-        return ", ".join(self._names[index] for index in indices)
+        names = [self._names[index] for index in indices[:_NUM_NAMED]]
+        more = f" and {len(indices) - _NUM_NAMED} more" if len(indices) > _NUM_NAMED else ""
+        return ", ".join(names) + more
 
     def report(self) -> Report:
         """What happened so far, readable as a table: buckets, bytes, times, late ranks, hints."""

@@ -36,6 +36,11 @@ ProcessGroupRound::ProcessGroupRound(c10::intrusive_ptr<c10d::ProcessGroup> grou
       postponed_(options_.units.size(), false),
       records_(group_->getSize(), RoundRecord(options_.num_parameters)) {}
 
+// A group whose calls will never be complete waits for them when it ends: it may not end.
+ProcessGroupRound::~ProcessGroupRound() {
+  if (!failure_.empty()) new c10::intrusive_ptr<c10d::ProcessGroup>(group_);
+}
+
 std::string ProcessGroupRound::describe(int rank) const { return concat("rank ", rank); }
 
 ProcessGroupRound::Memory& ProcessGroupRound::memory(int unit) {

@@ -22,6 +22,8 @@ class ProcessGroupRound final : public Round {
   ProcessGroupRound(c10::intrusive_ptr<c10d::ProcessGroup> group, std::unique_ptr<Store> store,
                     RoundOptions options);
 
+  ~ProcessGroupRound() override;
+
   int rank() const override { return group_->getRank(); }
   int size() const override { return group_->getSize(); }
   std::string describe(int rank) const override;

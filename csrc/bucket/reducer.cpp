@@ -179,6 +179,7 @@ void Reducer::guard(const std::function<void()>& action) {
 }
 
 void Reducer::abandon_if_open(const Error& error) noexcept {
+  expecting_ = false;  // another wrapper may have the module from now on
   last_error_ = error.what();
   if (open_) abandon_round(concat("raised in backward (", error.what(), ")"));
 }

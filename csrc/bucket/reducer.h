@@ -212,7 +212,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void abandon_round(const std::string& reason) noexcept;
   void open_gate(const std::vector<at::Tensor>& incoming);
   void publish_ready(int index, const std::vector<at::Tensor>& incoming);
-  const char* bucket_reason() const { return options_.bucket_view ? "bucket view" : "small"; }
+  const char* bucket_reason() const {
+    if (options_.comm_hook) return "communication hook";
+    return options_.bucket_view ? "bucket view" : "small";
+  }
   void publish_packed(int unit, const char* reason);
   void publish(int unit, void* data);
   // Publishes what this rank still owes: units with a wanted member; where `wanted` is null, all

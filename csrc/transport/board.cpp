@@ -168,7 +168,7 @@ int Board::dead_rank(int missing, bool thoroughly) const {
 
 void Board::raise_dead(int r, const std::function<std::string()>& operation) {
   fail(concat(describe(r), " died or left while ", describe(rank()), " waited in ", operation(),
-              " (what did rank ", r, " print last?)"));
+              " (", options_.clue, ")"));
   raise_failed(operation);
 }
 
@@ -211,10 +211,9 @@ void Board::raise_failed(const std::function<std::string()>& operation) {
     ::sched_yield();
   }
   const bool has_reason = header_->reason_ready.load(std::memory_order_acquire) != 0;
-  throw PeerError(
-      concat(has_reason ? std::string(header_->reason) : describe(failed_rank()) + " failed", "; ",
-             name(), " cannot be used any more (rank ", rank(), " was in ", operation(),
-             "): make a new group, or restart the job"));
+  throw PeerError(concat(
+      has_reason ? std::string(header_->reason) : describe(failed_rank()) + " failed", "; ", name(),
+      " cannot be used any more (rank ", rank(), " was in ", operation(), "): ", options_.remedy));
 }
 
 void Board::raise_timeout(int missing, const std::function<std::string()>& operation) {

@@ -41,6 +41,9 @@ struct BoardOptions {
   double timeout_s = 1800;        // of set-up and of every wait
   std::string name = "group";     // for messages: "the default group", "the reducer of MyModel"
   std::vector<int> global_ranks;  // for messages; empty: 0..size-1
+  // What to do after a failure, and where to look after a death.
+  std::string remedy = "make a new group, or restart the job";
+  std::string clue = "what did it print last?";
 };
 
 class Board {
