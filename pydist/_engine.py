@@ -75,6 +75,7 @@ class Engine:
         self._group = weakref.ref(group)
         self._retired: list[dist.ProcessGroup] = []
         self._side_operations: SideOperations | None = None
+        self._side_group: dist.ProcessGroup | None = None
         self.join_session: object = None  # of _join.py, while ranks are in join()
 
     def _connect(self, description: str) -> _C.Communicator | None:
@@ -112,7 +113,8 @@ class Engine:
             if self.communicator is not None:
                 self._side_operations = self.communicator
             else:
-                self._side_operations = ProcessGroupOperations(self._make_side_group())
+                self._side_group = self._make_side_group()  # the operations hold it weakly
+                self._side_operations = ProcessGroupOperations(self._side_group)
         return self._side_operations
 
     @side_operations.setter
@@ -120,6 +122,8 @@ class Engine:
         self._side_operations = operations
 
     def _make_side_group(self) -> dist.ProcessGroup:
+        if self._backend == "gloo":
+            return self._own_group("side")
         group = dist.new_group(
             self.global_ranks,
             timedelta(seconds=self.timeout_s),
@@ -135,8 +139,7 @@ class Engine:
 
         A group of its own, with Gloo: its calls come when gradients are ready, which may be in
         another order on each rank beside what else backward sends through the user's group (other
-        wrappers, the user's own collectives). Torch's registry does not know it. With other
-        backends it is the user's group. Collective.
+        wrappers, the user's own collectives). With other backends it is the user's. Collective.
         """
         if self.communicator is not None:
             return None
@@ -144,15 +147,21 @@ class Engine:
         assert group is not None
         if self._backend != "gloo":
             return group
+        own = self._own_group("rounds")
+        # Making it took all ranks, so that none is in a round of an earlier reducer any more.
+        self._retired.clear()
+        return own
+
+    def _own_group(self, purpose: str) -> dist.ProcessGroup:
+        """With Gloo, and unknown to torch's registry, which names groups by what else is there,
+        and that may differ between ranks. Collective."""
         kind = dist.ProcessGroup.BackendType.GLOO
-        store = self.store_prefix("rounds")
+        store = self.store_prefix(purpose)
         own = dist.ProcessGroup(store, self.rank, self.size)
         timeout = timedelta(seconds=self.timeout_s)
         backend = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
         own._set_default_backend(kind)
         own._register_backend(torch.device("cpu"), kind, backend)
-        # Making it took all ranks, so that none is in a round of an earlier reducer any more.
-        self._retired.clear()
         return own
 
     def retire(self, group: dist.ProcessGroup) -> None:
