@@ -55,8 +55,7 @@ class DataParallel(JoinSurface, HookSurface):
 
     Args:
         module: the module, on the CPU, with the same parameters on every rank.
-        device_ids, output_device: None for modules on the CPU; the one GPU of the module otherwise,
-            where inputs are moved.
+        device_ids, output_device: None, for modules on the CPU; those on GPUs are refused for now.
         dim: the dimension along which scatter() and gather() cut and join tensors.
         broadcast_buffers, forward_sync_buffers: buffers follow the first rank's before each
             forward that comes after a synchronised one. Default: True. The first name is

@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/zeros.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,14 +11,13 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/interrupt.h"
+#include "base/polling.h"
 
 namespace pydist {
 
 namespace {
 
-constexpr double kYield_s = 1e-3;  // then sleep between looks
 constexpr useconds_t kSleep_us = 50;
-constexpr double kCheck_s = 0.1;  // between looks at signals and at peers' failures
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
@@ -226,22 +224,14 @@ void HookRound::settle_error(const std::vector<RoundRecord>& records) {
 // Not overlapped with backward: what the hook calls would else be mixed, by chance and differently
 // on every rank, with calls that backward makes on the same process group.
 void HookRound::wait_for_hook(bool skip_unpublished) {
-  const double start_s = monotonic_s();
-  double next_check_s = start_s + kCheck_s;
+  Polling polling(kSleep_us);
   for (advance(skip_unpublished); error_ == nullptr && future_ != nullptr;
        advance(skip_unpublished)) {
-    const double now_s = monotonic_s();
-    if (now_s - start_s < kYield_s) {
-      ::sched_yield();
-    } else {
-      ::usleep(kSleep_us);
-    }
-    if (now_s < next_check_s) continue;
-    next_check_s = now_s + kCheck_s;
+    if (!polling.pause()) continue;
     check_interrupt();
     inner_->check_now();
     look_for_raised_peers();
-    if (now_s - start_s <= options_.timeout_s) continue;
+    if (polling.waited_s() <= options_.timeout_s) continue;
     const std::string text = concat(describe(rank()), " waited ", options_.timeout_s,
                                     " s for the communication hook's future for ",
                                     bucket_name(current_), " in round ", round_);
@@ -250,7 +240,7 @@ void HookRound::wait_for_hook(bool skip_unpublished) {
                        "; does every rank's hook make the same calls? (It gets a bucket only when "
                        "the future for the one before is complete.)");
   }
-  wait_s_ += monotonic_s() - start_s;
+  wait_s_ += polling.waited_s();
 }
 
 std::string HookRound::bucket_name(int unit) const {

@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,12 +10,12 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/interrupt.h"
+#include "base/polling.h"
 
 namespace pydist {
 
 namespace {
 
-constexpr double kYield_s = 1e-3;      // then sleep between looks
 constexpr useconds_t kSleep_us = 100;  // a small part of what an all-reduce through sockets takes
 constexpr double kTimeoutShare = 0.9;  // of the timeout: whoever waited that long ran into it
 constexpr double kCheck_s = 0.1;       // between looks at signals and at peers' failures
@@ -154,27 +153,19 @@ void ProcessGroupRound::finish() {
 
 void ProcessGroupRound::await(const c10::intrusive_ptr<c10d::Work>& work,
                               const std::string& operation) {
-  const double start_s = monotonic_s();
-  double next_check_s = start_s + kCheck_s;
+  Polling polling(kSleep_us);
   while (!work->isCompleted()) {
-    const double now_s = monotonic_s();
-    if (now_s - start_s < kYield_s) {
-      ::sched_yield();
-    } else {
-      ::usleep(kSleep_us);
-    }
-    if (now_s < next_check_s) continue;
-    next_check_s = now_s + kCheck_s;
+    if (!polling.pause()) continue;
     check_interrupt();
     if (store_->check("failure")) raise_failed(operation);
     if (store_->check("sign")) leave_sign();
-    if (now_s - start_s > options_.timeout_s) raise_timeout(operation);
+    if (polling.waited_s() > options_.timeout_s) raise_timeout(operation);
   }
-  wait_s_ += monotonic_s() - start_s;
+  wait_s_ += polling.waited_s();
   try {
     work->wait();
   } catch (const std::exception& error) {
-    raise_lost(operation, error.what(), monotonic_s() - start_s);
+    raise_lost(operation, error.what(), polling.waited_s());
   }
 }
 
