@@ -60,7 +60,7 @@ struct ReducerOptions {
   std::string backend = "gloo";       // the process group's, for the profiler
   bool marks_units = true;            // show the reduction of units to the profiler
   LayoutOptions layout;
-  bool bucket_view = false;  // `.grad` are views of buckets
+  bool bucket_view = false;   // `.grad` are views of buckets
   bool comm_hook = false;     // units are buckets that a communication hook gets
   bool born_in_arena = true;  // arm the gradient allocator
   std::optional<DType> wire;  // in which gradients of wider types travel
