@@ -164,6 +164,11 @@ def serve(index: int, size: int, port: int, connection_fd: int, arrivals_fd: int
             connection.send_bytes(pickle.dumps(_outcome(function, rank, args, kwargs)))
     rank.kept.clear()
     dist.destroy_process_group()
+    # A thread of Gloo's may still be about to drop a tensor, for which it needs Python: if the
+    # interpreter ends meanwhile, that thread's end ends the process with SIGABRT.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _outcome(
