@@ -1,0 +1,77 @@
+// What stages on different ranks send each other: whole values, each matched by what it is.
+//
+// A sender never waits: what does not fit into the ring is kept, and handed over at the next call.
+// A receiver that waits for one message takes in all others that arrive meanwhile. So the size of a
+// ring cannot cause a deadlock, and the order of messages on a link means nothing.
+//
+// A step that raised anywhere is over everywhere: whoever waits raises PeerError with the cause,
+// and messages of that step that are still under way are dropped when they arrive. The next step
+// works; only a dead process is the end.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace pydist {
+
+enum class MessageKind : uint8_t { kActivation, kGradient, kResult };
+
+struct MessageKey {
+  MessageKind kind = MessageKind::kActivation;
+  int32_t stage = 0;  // that receives it
+  int32_t microbatch = 0;
+  int32_t port = 0;  // 0: from one stage to the next; else the number of a skip portal
+};
+
+// One tensor of a value. Undefined: none (a gradient that nobody wanted).
+struct Slot {
+  at::Tensor tensor;
+  bool requires_grad = false;
+};
+
+struct Message {
+  MessageKey key;
+  bool absent = false;         // the batch has too few rows for this microbatch: nothing to compute
+  std::string structure = {};  // how the slots form a value (value_codec.h); empty for gradients
+  std::vector<Slot> slots = {};
+};
+
+// What all ranks must be doing together.
+enum class StepKind : uint8_t { kTrain, kEvaluate, kForward };
+
+// "to run 2F3 on rank 1", for error messages.
+using Describe = std::function<std::string()>;
+
+// One per pipeline group and module, used by one thread at a time; all calls without the GIL.
+class Channel {
+ public:
+  virtual ~Channel() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // "rank 1 (pid 1234)"
+  virtual std::string describe(int rank) const = 0;
+
+  // Counts steps. A peer that is in a step of another kind at the same count is a MismatchError, on
+  // both, at the wait that finds out. Raises PeerError where the last step failed on another rank
+  // after it had ended here.
+  virtual void begin_step(StepKind kind) = 0;
+  // Never waits for the receiver. The tensors may be changed or freed as soon as it returns.
+  virtual void send(int destination, Message message) = 0;
+  // Waits for the message; its tensors are this process's own. Raises PeerError (a peer died or its
+  // step raised), TimeoutError, MismatchError, or what a signal handler raises; `describe` says
+  // what the message is wanted for. After any of these the step is over: call fail().
+  virtual Message receive(int source, const MessageKey& key, const Describe& describe) = 0;
+  // Whether receive() would return at once. Cheap.
+  virtual bool has_arrived(int source, const MessageKey& key) = 0;
+  // Returns once everything sent is where its receiver finds it without our help.
+  virtual void end_step(const Describe& describe) = 0;
+  // Ends the step on all ranks: `reason` is a whole sentence that names this rank, the action and
+  // the cause. Never throws. The next begin_step() starts anew.
+  virtual void fail(const std::string& reason) noexcept = 0;
+};
+
+}  // namespace pydist
