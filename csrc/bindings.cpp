@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/interrupt.h"
 #include "bucket/autograd_boundary.h"
+#include "pipeline/schedule.h"
 #include "transport/arena.h"
 #include "transport/board.h"
 
@@ -34,6 +35,8 @@ void translate(std::exception_ptr pending) {
     raise_as("HostError", error);
   } catch (const ResourceError& error) {
     raise_as("ResourceError", error);
+  } catch (const ScheduleError& error) {
+    raise_as("ScheduleError", error);
   }
 }
 
@@ -70,6 +73,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              "Bytes of this process's arena: used, committed, capacity.");
   bind_collective(module);
   bind_reducer(module);
+  bind_schedule(module);
   bind_testing(module);
 }
 
