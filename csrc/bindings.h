@@ -8,5 +8,6 @@ namespace pydist {
 void bind_collective(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
+void bind_testing_channel(pybind11::module_& module);
 
 }  // namespace pydist

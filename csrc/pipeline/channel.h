@@ -46,6 +46,19 @@ enum class StepKind : uint8_t { kTrain, kEvaluate, kForward };
 // "to run 2F3 on rank 1", for error messages.
 using Describe = std::function<std::string()>;
 
+// Since the channel was made.
+struct ChannelCounters {
+  uint64_t num_messages = 0;  // sent
+  uint64_t moved_nbytes = 0;  // of their tensors
+  uint64_t num_inline = 0;   // of them with tensors that went through the ring: small, or the arena
+                             // was full
+  uint64_t peak_parked = 0;  // messages that had come and were not wanted yet, at once
+  uint64_t num_dropped = 0;  // of steps that had failed
+  // Now: memory for messages on their way (lent to receivers), and for tensors that were received.
+  uint64_t lent_nbytes = 0;
+  uint64_t pool_nbytes = 0;
+};
+
 // One per pipeline group and module, used by one thread at a time; all calls without the GIL.
 class Channel {
  public:
@@ -72,6 +85,7 @@ class Channel {
   // Ends the step on all ranks: `reason` is a whole sentence that names this rank, the action and
   // the cause. Never throws. The next begin_step() starts anew.
   virtual void fail(const std::string& reason) noexcept = 0;
+  virtual ChannelCounters counters() const = 0;
 };
 
 }  // namespace pydist
