@@ -81,7 +81,9 @@ void StepChannel::end_step(const Describe& describe) {
 
 void StepChannel::fail(const std::string& reason) noexcept {
   if (state_ == State::kFailed) return;
-  publish({stamp_.generation, stamp_.step, is_mismatch_, reason});
+  // Between steps all have ended the last one: it is the next that fails.
+  const uint64_t step = stamp_.step + (state_ == State::kBetween ? 1 : 0);
+  publish({stamp_.generation, step, is_mismatch_, reason});
   end_generation();
 }
 
@@ -234,8 +236,8 @@ void StepChannel::await(Missing&& missing, const Describe& describe) {
   if (guarded() != kNobody) {
     try {
       wait(guarded, describe);
-    } catch (const PeerError&) {  // dead, or the group has failed for good
-      if (state_ == State::kInStep) end_generation();
+    } catch (const PeerError& peer_error) {  // dead: all shall know
+      fail(peer_error.what());
       throw;
     }
   }
