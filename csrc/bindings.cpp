@@ -75,6 +75,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_reducer(module);
   bind_schedule(module);
   bind_testing(module);
+  bind_testing_channel(module);
 }
 
 }  // namespace pydist

@@ -9,5 +9,6 @@ void bind_collective(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
+void bind_testing_channel(pybind11::module_& module);
 
 }  // namespace pydist
