@@ -71,6 +71,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_collective(module);
   bind_reducer(module);
   bind_testing(module);
+  py::module_ testing = module.attr("testing");
+  bind_testing_cut(testing);
+  install_recompute_check();
 }
 
 }  // namespace pydist
