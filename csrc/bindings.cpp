@@ -76,6 +76,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_schedule(module);
   bind_testing(module);
   bind_testing_channel(module);
+  py::module_ testing = module.attr("testing");
+  bind_testing_cut(testing);
+  install_recompute_check();
 }
 
 }  // namespace pydist

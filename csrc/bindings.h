@@ -10,5 +10,7 @@ void bind_reducer(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
 void bind_testing_channel(pybind11::module_& module);
+void bind_testing_cut(pybind11::module_& testing);
+void install_recompute_check();
 
 }  // namespace pydist
