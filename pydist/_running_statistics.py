@@ -34,6 +34,7 @@ class RunningStatistics:
         self._deferred = deferred
         self._undo: Callable[[Tensor | None], None] | None = None
         self._moments: list[Moments] = []
+        _remove_hooks(layer)
         layer.register_forward_pre_hook(self._before)
         # Also where the forward raises, as a checkpoint does once it has recomputed enough.
         layer.register_forward_hook(self._after, always_call=True)
@@ -110,6 +111,15 @@ class RunningStatistics:
             return
         mean.lerp_(moments.mean.to(mean), factor)
         variance.lerp_(moments.variance.to(variance), factor)
+
+
+def _remove_hooks(layer: nn.Module) -> None:
+    """Those of a pipeline that the layer was in before, or that the layer was copied from."""
+    for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), RunningStatistics):
+                del hooks[key]
+                layer._forward_hooks_always_called.pop(key, None)
 
 
 def merge(parts: list[Moments]) -> Moments:
