@@ -74,6 +74,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_collective(module);
   bind_reducer(module);
   bind_schedule(module);
+  bind_stage(module);
   bind_testing(module);
   bind_testing_channel(module);
   py::module_ testing = module.attr("testing");
