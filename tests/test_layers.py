@@ -52,6 +52,7 @@ PYTHON_LAYERS = [
     {"_wrapping"},
     {"_hook_surface"},
     {"data_parallel"},
+    {"_stage_reduction"},
     {"__init__"},
 ]
 
