@@ -43,6 +43,7 @@ PYTHON_LAYERS = [
         "_module_watch",
         "_nesting",
         "_outputs",
+        "_pipeline_groups",
         "_sparse",
         "_verification",
     },
