@@ -62,6 +62,7 @@ PYTHON_LAYERS = [
         "_module_watch",
         "_nesting",
         "_outputs",
+        "_pipeline_groups",
         "_partition",
         "_running_statistics",
         "_sparse",
@@ -74,6 +75,7 @@ PYTHON_LAYERS = [
     {"_wrapping"},
     {"_hook_surface"},
     {"data_parallel"},
+    {"_stage_reduction"},
     {"__init__"},
 ]
 
