@@ -63,16 +63,22 @@ class GradientClip:
 
     def _total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
         engine = self._model.engine
-        # Rows: the norms, whether there is a gradient; and how many there are of each dtype.
+        # The norms; whether there is a gradient; how many there are of each dtype; ranks that fail.
         size = self._num_parameters
-        table = torch.zeros(2 * size + len(_DTYPES), dtype=torch.float64)
+        sizes = [size, size, len(_DTYPES), 1]
+        table = torch.zeros(sum(sizes), dtype=torch.float64)
+        problem: Exception | None = None
         try:
             self._fill(table, norm_type, foreach)
         except Exception as error:
-            engine.operations.refuse(f"clip_grad_norm_ raised {type(error).__name__}: {error}")
-            raise
+            problem = error
+            table[-1] = 1.0
         engine.operations.all_reduce(table, SUM, False)
-        norms, present, counts = table.split([size, size, len(_DTYPES)])
+        norms, present, counts, failed = table.split(sizes)
+        if bool(failed):
+            with engine.all_or_none("clip_grad_norm_"):
+                if problem is not None:
+                    raise problem
         if not bool(present.any()):
             return torch.tensor(0.0)
         dtype = _promoted([d for d, n in zip(_DTYPES, counts.tolist(), strict=True) if n > 0])
