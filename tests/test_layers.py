@@ -70,7 +70,7 @@ PYTHON_LAYERS = [
         "_verification",
     },
     {"_dynamo", "_layer_times", "_microbatches", "_stage"},
-    {"report", "sync_batchnorm"},
+    {"report", "skip", "sync_batchnorm"},
     {"_arguments", "_join", "_logging_data", "_replica_audit", "_torch_surface"},
     {"_wrapping"},
     {"_hook_surface"},
