@@ -34,7 +34,9 @@ PURE_IN_OTHER_LAYERS = [
     "pipeline/channel_options",
     "pipeline/failure_record",
     "pipeline/schedule",
+    "pipeline/search",
     "pipeline/simulator",
+    "pipeline/state_search",
     "pipeline/validator",
     "pipeline/waiting_cycle",
 ]
@@ -86,7 +88,9 @@ PYTHON_LAYERS = [
     {"_hook_surface"},
     {"data_parallel"},
     {"_stage_reduction"},
-    {"__init__"},
+    {"_schedule_command"},
+    {"_cli"},
+    {"__init__", "__main__"},
 ]
 
 SOURCES = sorted(
