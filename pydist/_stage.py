@@ -4,29 +4,13 @@ The executor calls a stage once for each microbatch, within a `StageContext`, in
 draws its random numbers from a seed of its own (csrc/pipeline/seeded_generator.h).
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from pydist import _C
-
-# The keyword arguments that a forward takes; None: any.
-Names = frozenset[str] | None
-
-
-def keyword_names(module: nn.Module, num_positional: int = 0) -> Names:
-    """Which keyword arguments the forward takes, when so many arguments go to it by position."""
-    names: set[str] = set()
-    for index, parameter in enumerate(inspect.signature(module.forward).parameters.values()):
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            return None
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY or (
-            parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and index >= num_positional
-        ):
-            names.add(parameter.name)
-    return frozenset(names)
+from pydist._keywords import keyword_names
 
 
 class SequentialStage(nn.Sequential):

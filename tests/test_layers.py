@@ -80,7 +80,7 @@ PYTHON_LAYERS = [
         "grad_scaler",
     },
     {"_optim_state", "_pipeline_state"},
-    {"report", "sync_batchnorm"},
+    {"report", "skip", "sync_batchnorm"},
     {"_arguments", "_join", "_logging_data", "_replica_audit", "_torch_surface"},
     {"_wrapping"},
     {"_hook_surface"},
