@@ -79,6 +79,7 @@ PYTHON_LAYERS = [
         "_layer_times",
         "_microbatches",
         "_stage",
+        "_tied_weights",
         "grad_scaler",
     },
     {"_optim_state", "_pipeline_state"},
