@@ -30,10 +30,12 @@ from pydist.collectives import (
     symmetric_empty,
 )
 from pydist.data_parallel import DataParallel
+from pydist.grad_scaler import GradScaler
 from pydist.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
     "DataParallel",
+    "GradScaler",
     "HostError",
     "MismatchError",
     "PeerError",

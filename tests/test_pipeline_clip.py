@@ -12,11 +12,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import SGD, Adam
 
 from conftest import Transport
-from pydist import PeerError, UsageError
+from pydist import GradScaler, PeerError, UsageError
 from pydist._clip import GradientClip
 from pydist._engine import group_engine
 from pydist._pipeline_state import full_state_dict, load_state_dict
-from pydist.grad_scaler import GradScaler
 from ranks import RankPool
 from reference import assert_same_on_all_ranks, expect_error
 from split_models import Split, loss_of, model
