@@ -70,6 +70,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              "Bytes of this process's arena: used, committed, capacity.");
   bind_collective(module);
   bind_reducer(module);
+  bind_stage(module);
   bind_testing(module);
 }
 

@@ -7,6 +7,7 @@ namespace pydist {
 
 void bind_collective(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
+void bind_stage(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
 
 }  // namespace pydist

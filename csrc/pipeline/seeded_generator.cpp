@@ -1,0 +1,73 @@
+#include "pipeline/seeded_generator.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <mutex>
+
+namespace pydist {
+
+namespace {
+
+constexpr uint64_t kGoldenGamma = 0x9e3779b97f4a7c15;
+
+// The finaliser of SplitMix64 (Steele, Lea, Flood 2014): a bijection in which each bit of the input
+// changes half of the output's.
+uint64_t scramble(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return z ^ (z >> 31);
+}
+
+at::CPUGeneratorImpl& default_generator() {
+  return *at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+}
+
+}  // namespace
+
+uint64_t SeedKey::mixed() const {
+  uint64_t seed = scramble(base_seed + kGoldenGamma);
+  for (const int64_t part : {data_parallel_rank, step, microbatch, layer}) {
+    seed = scramble((seed ^ static_cast<uint64_t>(part)) + kGoldenGamma);
+  }
+  return seed;
+}
+
+void seed_default_generator(uint64_t seed) {
+  at::mt19937_data_pod data;
+  data.seed_ = seed;
+  data.seeded_ = true;
+  data.left_ = 1;  // the first draw mixes the state
+  data.next_ = 0;
+  uint64_t counter = seed;
+  for (size_t i = 0; i < data.state_.size(); i += 2) {
+    const uint64_t word = scramble(counter += kGoldenGamma);
+    data.state_[i] = static_cast<uint32_t>(word);
+    data.state_[i + 1] = static_cast<uint32_t>(word >> 32);
+  }
+  // Constructing an engine costs more than all of this.
+  static thread_local at::mt19937 engine;
+  engine.set_data(data);
+  at::CPUGeneratorImpl& generator = default_generator();
+  const std::lock_guard<std::mutex> lock(generator.mutex_);
+  generator.set_engine(engine);
+  generator.set_next_float_normal_sample(std::nullopt);
+  generator.set_next_double_normal_sample(std::nullopt);
+}
+
+GeneratorScope::GeneratorScope() : engine_(default_generator().engine()) {
+  at::CPUGeneratorImpl& generator = default_generator();
+  const std::lock_guard<std::mutex> lock(generator.mutex_);
+  engine_ = generator.engine();
+  next_float_ = generator.next_float_normal_sample();
+  next_double_ = generator.next_double_normal_sample();
+}
+
+GeneratorScope::~GeneratorScope() {
+  at::CPUGeneratorImpl& generator = default_generator();
+  const std::lock_guard<std::mutex> lock(generator.mutex_);
+  generator.set_engine(engine_);
+  generator.set_next_float_normal_sample(next_float_);
+  generator.set_next_double_normal_sample(next_double_);
+}
+
+}  // namespace pydist
