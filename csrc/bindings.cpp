@@ -1,6 +1,8 @@
 // The Python boundary: the module, the translation of errors, and how waits let signals through.
 #include "bindings.h"
 
+#include <torch/csrc/Exceptions.h>
+
 #include <exception>
 
 #include "base/error.h"
@@ -37,6 +39,18 @@ void translate(std::exception_ptr pending) {
   }
 }
 
+}  // namespace
+
+void set_python_error(const std::exception_ptr& error) {
+  try {
+    translate(error);
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+}
+
+namespace {
+
 // For errors inside backward: a Python error in flight passes torch's engine as it is.
 void rethrow_as_python_error(std::exception_ptr pending) {
   const py::gil_scoped_acquire gil;
@@ -72,6 +86,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_reducer(module);
   bind_stage(module);
   bind_testing(module);
+  bind_pipeline(module);
 }
 
 }  // namespace pydist

@@ -3,11 +3,17 @@
 
 #include <pybind11/pybind11.h>
 
+#include <exception>
+
 namespace pydist {
 
 void bind_collective(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_stage(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
+void bind_pipeline(pybind11::module_& module);  // after bind_testing
+
+// Sets the Python error that stands for a C++ exception. With the GIL.
+void set_python_error(const std::exception_ptr& error);
 
 }  // namespace pydist

@@ -177,6 +177,7 @@ void Executor::give_outputs(Stage& stage, StageFlight& flight, int microbatch) {
     PYDIST_CHECK(!stage.is_last || output_.roots.at(0).is_valid(), UsageError,
                  "the loss does not require a gradient: neither the output that loss_fn got nor "
                  "what else it used does; unfreeze a parameter, or call evaluate()");
+    if (stage.is_last) flight.loss = std::move(output_.slots[0].tensor);
     flight.backward.emplace(output_.roots, std::exchange(received_, {}));
   }
   auto slot = output_.slots.begin();
@@ -221,7 +222,7 @@ void Executor::take_gradients(Stage& stage, StageFlight& flight, int microbatch)
                  message.slots.size(), " gradients for ", num_slots, " tensors");
     for (const Slot& slot : message.slots) gradients_.push_back(slot.tensor);
   }
-  if (stage.is_last) gradients_.push_back(loss_gradient(microbatch));
+  if (stage.is_last) gradients_.push_back(loss_gradient(flight.loss, microbatch));
 }
 
 void Executor::give_gradients(Stage& stage, StageFlight& flight, int microbatch) {
@@ -239,7 +240,18 @@ void Executor::give_gradients(Stage& stage, StageFlight& flight, int microbatch)
 }
 
 // Mostly the same for all microbatches: made again only where it differs.
-at::Tensor Executor::loss_gradient(const StageFlight& flight, int microbatch) {
+// Mostly the same for all microbatches: made again only where it differs, or a hook changed it.
+at::Tensor Executor::loss_gradient(const at::Tensor& loss, int microbatch) {
+  const double value = step_.loss_gradients.at(microbatch);
+  const bool fits = loss_gradient_.defined() && value == loss_gradient_value_ &&
+                    loss_gradient_._version() == 0 && loss_gradient_.dtype() == loss.dtype() &&
+                    loss_gradient_.sizes() == loss.sizes() &&
+                    loss_gradient_.device() == loss.device();
+  if (!fits) {
+    loss_gradient_ = at::full(loss.sizes(), value, loss.options());
+    loss_gradient_value_ = value;
+  }
+  return loss_gradient_;
 }
 
 Message Executor::obtain(const Link& link, const MessageKey& key,

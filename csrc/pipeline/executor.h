@@ -62,10 +62,10 @@ class Executor {
   explicit Executor(ExecutorOptions options);
 
   // The last stage's result; none where the step only runs forwards. After an exception nothing of
-  // the step is left here, failed_at() says where it was, and fail() must tell the others.
+  // the step is left here, where() says where it was, and fail() must tell the others.
   std::optional<Message> run(const StepOptions& options);
-  // "rank 1 (pid 1234), in 2F3 (forward of stage 2 for microbatch 3)"
-  std::string failed_at() const;
+  // "rank 1 (pid 1234), in 2F3 (forward of stage 2 for microbatch 3)": now, or where it failed.
+  std::string where() const;
   void fail(const std::string& reason) noexcept;
 
   Recorder& recorder() { return recorder_; }
@@ -91,9 +91,10 @@ class Executor {
   void give_outputs(Stage& stage, StageFlight& flight, int microbatch);
   void take_gradients(Stage& stage, StageFlight& flight, int microbatch);
   void give_gradients(Stage& stage, StageFlight& flight, int microbatch);
-  void add_loss_gradient(const StageFlight& flight, int microbatch);
+  at::Tensor loss_gradient(const at::Tensor& loss, int microbatch);
   void warn_if_unsplit(Stage& stage, const StageFlight& flight);
 
+  void add_skips(Stage& stage);
   Message obtain(const Link& link, const MessageKey& key, std::optional<Message>& handed_over);
   void deliver(const Link& link, Message message);
   void send_result(const Stage& stage);
@@ -114,6 +115,8 @@ class Executor {
   StageOutput output_;
   std::vector<at::Tensor> gradients_;  // that backward starts with
   at::Tensor loss_gradient_;
+  double loss_gradient_value_ = 0.0;
+  std::vector<ReceivedEdge> received_;  // by the forward that is going on
 };
 
 }  // namespace pydist

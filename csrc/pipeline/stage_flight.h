@@ -46,6 +46,7 @@ struct StageFlight {
   std::vector<GradientSlots> from = {};
   std::vector<GradientSlots> to = {};
   std::optional<StageBackward> backward = std::nullopt;  // from F to B or W, in training
+  at::Tensor loss = {};                                  // of the last stage, detached
 
   StageFlight(size_t num_in, size_t num_out)
       : inputs(num_in), gradients(num_out), from(num_in), to(num_out) {}
@@ -57,6 +58,7 @@ struct StageFlight {
     for (auto& slots : from) slots.clear();
     for (auto& slots : to) slots.clear();
     backward.reset();
+    loss.reset();
   }
 };
 
