@@ -70,7 +70,7 @@ void PythonStage::set_step(std::shared_ptr<PythonStep> step, int num_microbatche
 
 void PythonStage::forward(const StageContext& context, Message* input, StageOutput& output) {
   const WithGil gil;
-  const THPObjectPtr value(call(context.microbatch, input));
+  THPObjectPtr value(call(context.microbatch, input));
   if (is_last_) {
     if (step_->loss_fn != nullptr) take_loss(context.microbatch, value.get(), output);
     if (step_->outputs != nullptr) {
@@ -116,7 +116,7 @@ PyObject* PythonStage::keywords_of(int microbatch) const {
 
 void PythonStage::take_loss(int microbatch, PyObject* value, StageOutput& output) {
   PyObject* const arguments[] = {value, item_of(step_->targets.get(), microbatch)};
-  const THPObjectPtr loss(
+  THPObjectPtr loss(
       checked(PyObject_Vectorcall(step_->loss_fn.get(), arguments, 2, nullptr)));
   const bool is_tensor = THPVariable_Check(loss.get());
   PYDIST_CHECK(is_tensor && THPVariable_Unpack(loss.get()).numel() == 1, UsageError,
@@ -136,7 +136,7 @@ Message PythonStage::result() {
   const WithGil gil;
   PyObject* metrics = metrics_ != nullptr ? metrics_.get() : Py_None;
   PyObject* const arguments[] = {losses_.get(), metrics};
-  const THPObjectPtr value(
+  THPObjectPtr value(
       checked(PyObject_Vectorcall(step_->finish.get(), arguments, 2, nullptr)));
   Message message{{MessageKind::kResult}};
   encode_value(value.get(), "the result of the step", message.structure, message.slots);

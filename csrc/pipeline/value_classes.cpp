@@ -28,7 +28,7 @@ std::string text_of(PyObject* text) {
 }
 
 std::string text_attribute(PyTypeObject* type, const char* name) {
-  const THPObjectPtr text(
+  THPObjectPtr text(
       checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name)));
   return PyUnicode_Check(text.get()) ? text_of(text.get()) : "?";
 }
@@ -55,7 +55,7 @@ std::optional<ClassKind> kind_of(PyTypeObject* type) {
 // Walks from the module to the class, which must be there.
 THPObjectPtr find(const std::string& name) {
   const size_t colon = name.find(':');
-  const THPObjectPtr module(checked(PyUnicode_FromStringAndSize(name.data(), colon)));
+  THPObjectPtr module(checked(PyUnicode_FromStringAndSize(name.data(), colon)));
   THPObjectPtr found(PyImport_GetModule(module.get()));
   if (found == nullptr) found = checked(PyImport_Import(module.get()));
   for (size_t begin = colon + 1; begin <= name.size();) {
@@ -82,8 +82,8 @@ void check_is_found(PyTypeObject* type, const std::string& name) {
 }
 
 std::vector<PyObject*> field_names(PyTypeObject* type) {
-  const THPObjectPtr dataclasses(checked(PyImport_ImportModule("dataclasses")));
-  const THPObjectPtr fields(checked(
+  THPObjectPtr dataclasses(checked(PyImport_ImportModule("dataclasses")));
+  THPObjectPtr fields(checked(
       PyObject_CallMethod(dataclasses.get(), "fields", "O", reinterpret_cast<PyObject*>(type))));
   std::vector<PyObject*> names;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(fields.get()); ++i) {
@@ -126,7 +126,7 @@ const ValueClass* ValueClass::of(PyTypeObject* type) {
 }
 
 const ValueClass& ValueClass::named(const std::string& name) {
-  const THPObjectPtr found = find(name);
+  THPObjectPtr found = find(name);
   const ValueClass* known = PyType_Check(found.get()) != 0
                                 ? of(reinterpret_cast<PyTypeObject*>(found.get()))
                                 : nullptr;

@@ -50,7 +50,7 @@ std::string text_of(const Location& location, const char* what) {
   if (location.outer == nullptr) return what;
   const std::string outer = text_of(*location.outer, what);
   if (location.key == nullptr) return concat(outer, "[", location.index, "]");
-  const THPObjectPtr shown(location.is_attribute ? PyObject_Str(location.key) : PyObject_Repr(location.key));
+  THPObjectPtr shown(location.is_attribute ? PyObject_Str(location.key) : PyObject_Repr(location.key));
   const char* key = shown == nullptr ? nullptr : PyUnicode_AsUTF8(shown.get());
   if (key == nullptr) PyErr_Clear();
   if (key == nullptr) key = "?";
@@ -118,7 +118,7 @@ class Encoder {
     int overflow = 0;
     const int64_t value = PyLong_AsLongLongAndOverflow(object, &overflow);
     if (overflow != 0) {
-      const THPObjectPtr digits(checked(PyNumber_ToBase(object, 16)));
+      THPObjectPtr digits(checked(PyNumber_ToBase(object, 16)));
       return text(kBigInt, digits.get());
     }
     tag(kInt);
@@ -135,7 +135,7 @@ class Encoder {
     Py_ssize_t nbytes = 0;
     if (const char* utf8 = PyUnicode_AsUTF8AndSize(object, &nbytes)) return raw(utf8, nbytes);
     PyErr_Clear();  // half a surrogate pair, as names of files may have
-    const THPObjectPtr coded(checked(PyUnicode_AsEncodedString(object, "utf-8", "surrogatepass")));
+    THPObjectPtr coded(checked(PyUnicode_AsEncodedString(object, "utf-8", "surrogatepass")));
     raw(PyBytes_AS_STRING(coded.get()), PyBytes_GET_SIZE(coded.get()));
   }
 
@@ -155,13 +155,13 @@ class Encoder {
   }
 
   void list(PyObject* list, const Location& location) {
-    const THPObjectPtr fixed(checked(PyList_AsTuple(list)));
+    THPObjectPtr fixed(checked(PyList_AsTuple(list)));
     items(kList, fixed.get(), location);
   }
 
   void pairs(PyObject* dict, const Location& location) {
     // Of an OrderedDict, PyDict_Next would give another order.
-    const THPObjectPtr list(checked(PyMapping_Items(dict)));
+    THPObjectPtr list(checked(PyMapping_Items(dict)));
     number(PyList_GET_SIZE(list.get()));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.get()); ++i) {
       PyObject* pair = PyList_GET_ITEM(list.get(), i);
@@ -230,9 +230,9 @@ class Encoder {
     THPObjectPtr others(PyObject_GenericGetDict(object, nullptr));
     if (others == nullptr) PyErr_Clear();  // all fields are slots
     if (others != nullptr) others = checked(PyDict_Copy(others.get()));
-    const THPObjectPtr all(checked(PyDict_New()));
+    THPObjectPtr all(checked(PyDict_New()));
     for (PyObject* field : known.fields) {
-      const THPObjectPtr attribute(PyObject_GetAttr(object, field));
+      THPObjectPtr attribute(PyObject_GetAttr(object, field));
       if (attribute == nullptr && PyErr_ExceptionMatches(PyExc_AttributeError) == 0) {
         throw_python_error();
       }
@@ -336,13 +336,13 @@ class Decoder {
   }
 
   PyObject* list() {
-    const THPObjectPtr items(tuple());
+    THPObjectPtr items(tuple());
     return checked(PySequence_List(items.get()));
   }
 
   // What the type makes of a tuple.
   PyObject* called(PyObject* type) {
-    const THPObjectPtr items(tuple());
+    THPObjectPtr items(tuple());
     return checked(PyObject_CallOneArg(type, items.get()));
   }
 
@@ -356,8 +356,8 @@ class Decoder {
     THPObjectPtr result(dict);
     const bool ordered = PyODict_Check(dict);
     for (uint64_t rest = number(); rest > 0; --rest) {
-      const THPObjectPtr key(value());
-      const THPObjectPtr item(value());
+      THPObjectPtr key(value());
+      THPObjectPtr item(value());
       const int failed = ordered ? PyODict_SetItem(dict, key.get(), item.get())
                                  : PyDict_SetItem(dict, key.get(), item.get());
       if (failed != 0) throw_python_error();
@@ -378,18 +378,18 @@ class Decoder {
   }
 
   PyObject* named_tuple(PyTypeObject* type) {
-    const THPObjectPtr items(tuple());
-    const THPObjectPtr arguments(checked(PyTuple_Pack(1, items.get())));
+    THPObjectPtr items(tuple());
+    THPObjectPtr arguments(checked(PyTuple_Pack(1, items.get())));
     return checked(PyTuple_Type.tp_new(type, arguments.get(), nullptr));
   }
 
   // As copy.copy does: neither __init__ nor __setattr__ runs, so that frozen ones are no exception.
   PyObject* with_attributes(PyTypeObject* type, PyTypeObject* base) {
-    const THPObjectPtr nothing(checked(PyTuple_New(0)));
+    THPObjectPtr nothing(checked(PyTuple_New(0)));
     THPObjectPtr result(checked(base->tp_new(type, nothing.get(), nullptr)));
     for (uint64_t rest = number(); rest > 0; --rest) {
-      const THPObjectPtr key(value());
-      const THPObjectPtr attribute(value());
+      THPObjectPtr key(value());
+      THPObjectPtr attribute(value());
       if (PyObject_GenericSetAttr(result.get(), key.get(), attribute.get()) != 0) {
         throw_python_error();
       }
