@@ -34,6 +34,7 @@ class RunningStatistics:
         self._deferred = deferred
         self._undo: Callable[[Tensor | None], None] | None = None
         self._moments: list[Moments] = []
+        _remove_hooks(layer)
         layer.register_forward_pre_hook(self._before)
         # Also where the forward raises, as a checkpoint does once it has recomputed enough.
         layer.register_forward_hook(self._after, always_call=True)
@@ -112,6 +113,15 @@ class RunningStatistics:
         variance.lerp_(moments.variance.to(variance), factor)
 
 
+def _remove_hooks(layer: nn.Module) -> None:
+    """Those of a pipeline that the layer was in before, or that the layer was copied from."""
+    for hooks in (layer._forward_pre_hooks, layer._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), RunningStatistics):
+                del hooks[key]
+                layer._forward_hooks_always_called.pop(key, None)
+
+
 def merge(parts: list[Moments]) -> Moments:
     """The moments of all elements together (Chan, Golub, LeVeque 1979)."""
     count = sum(part.count for part in parts)
@@ -123,17 +133,30 @@ def merge(parts: list[Moments]) -> Moments:
     return Moments(count, mean, squares / (count - 1))
 
 
-def watch_running_statistics(stage: nn.Module, deferred: bool) -> list[RunningStatistics]:
-    """Registers the hooks on all normalisation layers that have them; names stay as they are."""
-    watched = []
-    for name, module in stage.named_modules():
-        if not isinstance(module, _NormBase):
-            continue
-        if deferred and isinstance(module, nn.SyncBatchNorm):
-            raise UsageError(
-                f"deferred_batch_norm is not for {name}, a {type(module).__name__}, whose "
-                "microbatches are normalised together with other ranks'; use nn.BatchNorm, or "
-                "leave deferred_batch_norm out"
-            )
-        watched.append(RunningStatistics(module, deferred and isinstance(module, _BatchNorm)))
-    return watched
+class StageStatistics:
+    """Those of all layers of a stage. Names in state_dict stay as they are."""
+
+    def __init__(self, stage: nn.Module, deferred: bool = False) -> None:
+        """Registers hooks on the layers. A stage has one of these, for as long as it lives."""
+        self._layers: list[RunningStatistics] = []
+        for name, module in stage.named_modules():
+            if not isinstance(module, _NormBase):
+                continue
+            if deferred and isinstance(module, nn.SyncBatchNorm):
+                raise UsageError(
+                    f"deferred_batch_norm is not for {name}, a {type(module).__name__}, whose "
+                    "microbatches are normalised together with other ranks'; use nn.BatchNorm, or "
+                    "leave deferred_batch_norm out"
+                )
+            own = RunningStatistics(module, deferred and isinstance(module, _BatchNorm))
+            self._layers.append(own)
+
+    def begin_step(self) -> None:
+        """Before the first forward of a step; forgets what a failed step has left."""
+        for statistics in self._layers:
+            statistics.begin_step()
+
+    def end_step(self) -> None:
+        """After the last forward of a step that succeeded."""
+        for statistics in self._layers:
+            statistics.end_step()

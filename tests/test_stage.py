@@ -4,6 +4,7 @@ Stages are run here one after another in this process, as the executor runs them
 """
 
 import copy
+import itertools
 from collections import OrderedDict
 from typing import Any
 
@@ -13,25 +14,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import _C
-from pydist._stage import Keywords, Layer, ModuleStage, SequentialStage, Stage, keywords_of
+from pydist._stage import ModuleStage, SequentialStage, keyword_names
 
 
-def split(module: nn.Sequential, *sizes: int) -> list[Stage]:
-    named = [Layer(i, name, layer) for i, (name, layer) in enumerate(module._modules.items())]
-    stages: list[Stage] = []
+def split(module: nn.Sequential, *sizes: int) -> list[SequentialStage]:
+    layers = list(module._modules.items())
+    stages, first = [], 0
     for size in sizes:
-        stages.append(SequentialStage(len(stages), named[:size]))
-        named = named[size:]
-    assert not named
+        end = first + size
+        stages.append(SequentialStage(dict(layers[first:end]), range(first, end)))
+        first = end
+    assert first == len(layers)
     return stages
 
 
-def run(
-    stages: list[Stage], value: Any, step: int = 0, microbatch: int = 0, dp_rank: int = 0, **kw: Any
-) -> Any:
-    for stage in stages:
-        with _C.StageContext(stage.stage_index, step, microbatch, True, 42, dp_rank):
-            value = stage(value, **kw)
+def run(stages: list[Any], value: Any, microbatch: int = 0, step: int = 0, **kwargs: Any) -> Any:
+    for index, stage in enumerate(stages):
+        with _C.StageContext(index, step, microbatch, True, 42, 0):
+            value = stage(value, **kwargs)
     return value
 
 
@@ -78,15 +78,12 @@ def test_random_numbers_do_not_depend_on_the_order() -> None:
 
 def test_every_place_has_random_numbers_of_its_own() -> None:
     """Layers, steps, microbatches and data-parallel replicas must not share their masks."""
-    ones = torch.ones(64, 64)
-    stage = split(nn.Sequential(nn.Dropout(), nn.Dropout(), nn.Dropout()), 1, 2)
-    masks = [run(stage[:1], ones, step, i, dp) for step in (0, 1) for i in (0, 1) for dp in (0, 1)]
-    with _C.StageContext(1, 0, 0, True, 42, 0):
-        for layer in (1, 2):
-            _C.seed_layer(layer)
-            masks.append(nn.functional.dropout(ones))
-    with _C.StageContext(0, 0, 0, True, 43, 0):
-        masks.append(stage[0](ones))
+    ones, model = torch.ones(64, 64), nn.Dropout()
+    masks = []
+    for place in itertools.product((42, 43), (0, 1), (0, 1), (0, 1), (0, 1)):
+        base_seed, step, microbatch, dp_rank, layer = place
+        with _C.StageContext(0, step, microbatch, True, base_seed, dp_rank):
+            masks.append(SequentialStage({"0": model}, [layer])(ones))
     for i, mask in enumerate(masks):
         # Independent masks agree in half of 4,096 places, give or take 32.
         assert 1800 < int((mask > 0).sum()) < 2300
@@ -179,43 +176,55 @@ def test_keywords_go_to_the_layers_that_name_them() -> None:
     """A mask for the attention layers alone, among layers that know of none."""
     model = nn.Sequential(nn.Identity(), Masked(), nn.Tanh(), Masked())
     first, second, third = split(model, 2, 1, 1)
-    assert first.keywords == Keywords(frozenset({"mask", "scale"}))
-    assert second.keywords == Keywords(frozenset())
     x, mask = torch.randn(3, 4), torch.randn(3, 4)
     expected = (x * mask * 2).tanh() * mask * 2
     value = run([first], x, mask=mask, scale=2.0)
     assert torch.equal(run([third], run([second], value), mask=mask, scale=2.0), expected)
     assert torch.equal(run(split(model, 4), x, mask=mask, scale=2.0), expected)
+    assert keyword_names(model[1], 1) == {"mask", "scale"}
+    assert keyword_names(model[2], 1) == set()
+    assert keyword_names(Anything()) is None
 
 
 def test_a_layer_with_any_keywords_gets_all_of_them() -> None:
     [stage] = split(nn.Sequential(nn.Identity(), Anything()), 2)
-    assert stage.keywords.takes("whatever")
     assert torch.equal(run([stage], torch.zeros(2), a=1, b=2), torch.full((2,), 3.0))
 
 
 def test_a_module_as_a_stage_takes_everything_its_predecessor_returned() -> None:
-    stage = ModuleStage(1, [Layer(1, "middle", Masked())])
+    stage = ModuleStage(Masked(), 1)
     x, mask = torch.randn(3), torch.randn(3)
-    assert torch.equal(run_module(stage, x, mask, scale=3.0), x * mask * 3)
-    assert stage.keywords == Keywords(frozenset({"x", "mask", "scale"}))
-    assert keywords_of(nn.Linear(1, 1), 1) == Keywords(frozenset())
+    with _C.StageContext(1, 0, 0, True, 42, 0):
+        assert torch.equal(stage(x, mask, scale=3.0), x * mask * 3)
 
 
-def run_module(stage: Stage, *args: Any, **kwargs: Any) -> Any:
-    with _C.StageContext(stage.stage_index, 0, 0, True, 42, 0):
-        return stage(*args, **kwargs)
+def test_a_module_as_a_stage_draws_random_numbers_as_one_layer() -> None:
+    torch.manual_seed(0)
+    whole, x = noisy_model(), torch.randn(2, 3, 8)
+    [sequential] = split(nn.Sequential(whole), 1)
+    torch.rand(3)
+    assert torch.equal(run([ModuleStage(whole, 0)], x), run([sequential], x))
+
+
+def test_a_stage_is_a_sequential_with_its_hooks() -> None:
+    [_, stage] = split(noisy_model(), 4, 2)
+    seen: list[Any] = []
+    stage.register_forward_hook(lambda module, args, output: seen.append(output))
+    output = run([stage], torch.randn(2, 8))
+    assert seen[0] is output
+    assert [type(layer) for layer in stage] == [nn.RReLU, nn.Linear]
+    assert list(stage[:1].state_dict()) == []
+    assert list(stage[1:].state_dict()) == ["5.weight", "5.bias"]
 
 
 def test_layers_may_have_any_name() -> None:
     """nn.Sequential(OrderedDict(...)) takes these; a stage's own attributes are not in the way."""
-    names = ("stage_index", "keywords", "end_step", "_statistics", "index")
+    names = ("_layer_indices", "_layer_keywords", "_forward_with", "index", "value")
     model = nn.Sequential(OrderedDict((name, nn.Linear(2, 2)) for name in names))
     [stage] = split(model, 5)
     x = torch.randn(1, 2)
     assert torch.equal(stage(x), model(x))
     assert list(stage.state_dict()) == list(model.state_dict())
-    assert stage.stage_index == 0
     assert not stage.eval().training
 
 
