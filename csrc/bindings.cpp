@@ -86,6 +86,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_reducer(module);
   bind_stage(module);
   bind_testing(module);
+  py::module_ testing = module.attr("testing");
+  bind_testing_cut(testing);
+  install_recompute_check();
   bind_pipeline(module);
 }
 

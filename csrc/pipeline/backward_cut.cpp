@@ -1,0 +1,205 @@
+#include "pipeline/backward_cut.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <utility>
+
+#include "base/check.h"
+#include "base/error.h"
+
+namespace pydist {
+
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::FunctionPreHook;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+IsRecomputed is_recomputed = nullptr;  // set once, at import
+
+// Backward runs outside of autocast, which a step enters around all its actions.
+void run_engine(const edge_list& roots, const variable_list& gradients, bool keep_graph,
+                const edge_list& targets) {
+  const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+  torch::autograd::Engine::get_default_engine().execute(roots, gradients, keep_graph,
+                                                        /*create_graph=*/false,
+                                                        /*accumulate_grad=*/true, targets);
+}
+
+int64_t version_of(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_inference() ? tensor._version() : 0;
+}
+
+void forget_hooks(Node& node) {
+  node.pre_hooks().clear();
+  node.tensor_pre_hooks().clear();
+  node.retains_grad_hooks().clear();
+}
+
+}  // namespace
+
+void set_recompute_check(IsRecomputed check) { is_recomputed = check; }
+
+// The last pre-hook of a boundary node: sees what the node sees.
+class StageBackward::KeepGradients final : public FunctionPreHook {
+ public:
+  variable_list operator()(const variable_list& gradients) override {
+    kept_.gradients = gradients;
+    for (const at::Tensor& gradient : gradients) kept_.versions.push_back(version_of(gradient));
+    return gradients;
+  }
+  Kept take() { return std::move(kept_); }
+
+ private:
+  Kept kept_;
+};
+
+void StageBackward::Roots::add(const Edge& edge, const at::Tensor& gradient) {
+  edges.push_back(edge);
+  gradients.push_back(gradient);
+}
+
+StageBackward::StageBackward(const std::vector<at::Tensor>& outputs,
+                             std::vector<ReceivedEdge> inputs, bool split_checkpointed)
+    : inputs_(std::move(inputs)), split_checkpointed_(split_checkpointed) {
+  for (const at::Tensor& output : outputs) {
+    const bool takes_part = output.defined() && output.requires_grad();
+    outputs_.push_back(takes_part ? torch::autograd::impl::gradient_edge(output) : Edge());
+  }
+}
+
+// Leaves no edge here: what the engine is through with is freed at once.
+StageBackward::Roots StageBackward::take_roots(const std::vector<at::Tensor>& root_gradients) {
+  const edge_list outputs = std::exchange(outputs_, {});
+  PYDIST_CHECK(root_gradients.size() == outputs.size(), UsageError, "backward of a stage with ",
+               outputs.size(), " outputs got ", root_gradients.size(),
+               " gradients; it runs once, right after its forward");
+  Roots roots;
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (!root_gradients[i].defined()) continue;
+    PYDIST_CHECK(outputs[i].is_valid(), UsageError, "a gradient came for output ", i,
+                 " of a stage, which does not require one");
+    roots.add(outputs[i], root_gradients[i]);
+  }
+  return roots;
+}
+
+void StageBackward::backward(const std::vector<at::Tensor>& root_gradients) {
+  const Roots roots = take_roots(root_gradients);
+  if (!roots.edges.empty()) run_engine(roots.edges, roots.gradients, false, {});
+}
+
+void StageBackward::input(const std::vector<at::Tensor>& root_gradients) {
+  Roots roots = take_roots(root_gradients);
+  if (roots.edges.empty()) return;
+  const GraphCut cut(roots.edges, input_edges());
+  why_not_split_ = find_obstacle(cut);
+  if (inputs_.empty() || !why_not_split_.empty()) {
+    run_engine(roots.edges, roots.gradients, false, {});
+    return;
+  }
+  Roots input_roots;
+  for (size_t i = 0; i < roots.edges.size(); ++i) {
+    Roots& part = cut.is_input_side(roots.edges[i].function.get()) ? input_roots : weight_roots_;
+    part.add(roots.edges[i], roots.gradients[i]);
+  }
+  roots = {};
+  if (!input_roots.edges.empty()) run_input(cut, input_roots);
+}
+
+edge_list StageBackward::input_edges() const {
+  edge_list edges;
+  for (const ReceivedEdge& input : inputs_) edges.push_back(input.edge());
+  return edges;
+}
+
+std::string StageBackward::find_obstacle(const GraphCut& cut) const {
+  if (!cut.why_not().empty() || split_checkpointed_ || is_recomputed == nullptr) {
+    return cut.why_not();
+  }
+  for (Node* node : cut.boundary()) {
+    if (is_recomputed(node->getptr())) {
+      return "torch.utils.checkpoint would run its layers' forward once for I and again for W";
+    }
+  }
+  return "";
+}
+
+// I asks for the edges that lead to the targets; torch's nodes compute no others.
+void StageBackward::run_input(const GraphCut& cut, const Roots& roots) {
+  std::vector<KeepGradients*> hooks;  // owned by the nodes
+  for (Node* node : cut.boundary()) {
+    auto hook = std::make_unique<KeepGradients>();
+    hooks.push_back(hook.get());
+    node->add_pre_hook(std::move(hook));
+  }
+  const bool keep_graph = !hooks.empty();
+  run_engine(roots.edges, roots.gradients, keep_graph, cut.targets());
+  if (!keep_graph) return;
+  for (Node* node : cut.inner()) {
+    node->will_release_variables();
+    node->release_variables();
+  }
+  for (size_t i = 0; i < hooks.size(); ++i) keep(cut.boundary()[i], *hooks[i]);
+  // Only now: an edge taken away may free nodes further down.
+  for (const Kept& kept : boundary_) {
+    for (Edge& edge : kept.node->next_edges()) {
+      if (edge.is_valid() && cut.is_input_side(edge.function.get())) edge = Edge();
+    }
+  }
+  own_what_leaves_took(cut);
+}
+
+void StageBackward::keep(Node* node, KeepGradients& hook) {
+  Kept kept = hook.take();
+  kept.node = node->getptr();
+  boundary_.push_back(std::move(kept));
+  forget_hooks(*node);  // they have run, ours among them
+}
+
+// A leaf whose gradient came in I may have made a kept gradient's memory its `.grad`, to which the
+// next microbatch adds in place.
+void StageBackward::own_what_leaves_took(const GraphCut& cut) {
+  for (const Node* leaf : cut.opaque_leaves()) {
+    const auto* accumulator = dynamic_cast<const AccumulateGrad*>(leaf);
+    if (accumulator == nullptr) continue;
+    const at::Tensor& taken = accumulator->variable.grad();
+    if (!taken.defined() || !taken.has_storage()) continue;
+    for (Kept& kept : boundary_) {
+      for (at::Tensor& gradient : kept.gradients) {
+        if (!gradient.defined() || !gradient.has_storage()) continue;
+        if (gradient.is_alias_of(taken)) gradient = gradient.clone();
+      }
+    }
+  }
+}
+
+void StageBackward::weight() {
+  Roots roots = std::exchange(weight_roots_, {});
+  for (Kept& kept : std::exchange(boundary_, {})) {
+    for (size_t i = 0; i < kept.gradients.size(); ++i) {
+      PYDIST_CHECK(version_of(kept.gradients[i]) == kept.versions[i], UsageError,
+                   "the gradient that arrived at ", kept.node->name(),
+                   " was changed in place before the parameters' gradients could be computed from "
+                   "it: a hook or a custom Function's backward writes to what it is given; let it "
+                   "return a new tensor");
+      roots.add(Edge(kept.node, static_cast<uint32_t>(i)), kept.gradients[i]);
+    }
+  }
+  if (!roots.edges.empty()) run_engine(roots.edges, roots.gradients, false, {});
+}
+
+std::vector<at::Tensor> StageBackward::input_gradients() {
+  std::vector<at::Tensor> gradients;
+  for (ReceivedEdge& input : inputs_) gradients.push_back(input.take_gradient());
+  return gradients;
+}
+
+}  // namespace pydist
