@@ -56,7 +56,10 @@ class PipelineExecutor {
                    const std::map<int, py::object>& stages, bool unpacks,
                    std::optional<uint64_t> base_seed, int data_parallel_rank)
       : num_microbatches_(schedule.num_microbatches) {
-    ExecutorOptions options{schedule, rank, std::move(channel)};
+    ExecutorOptions options;
+    options.schedule = schedule;
+    options.rank = rank;
+    options.channel = std::move(channel);
     options.base_seed = base_seed;
     options.data_parallel_rank = data_parallel_rank;
     for (const auto& [stage, callable] : stages) {
