@@ -89,6 +89,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);
   install_recompute_check();
+  bind_testing_channel(module);
   bind_pipeline(module);
 }
 

@@ -152,6 +152,17 @@ class Engine:
         self._retired.clear()
         return own
 
+    def channel_group(self) -> dist.ProcessGroup | None:
+        """What the stages of one pipeline talk through; None where they share memory. Collective.
+
+        With Gloo a group of its own: a channel has receives posted at all times.
+        """
+        if self.communicator is not None:
+            return None
+        group = self._group()
+        assert group is not None
+        return self._own_group("channel") if self._backend == "gloo" else group
+
     def _own_group(self, purpose: str) -> dist.ProcessGroup:
         """With Gloo, and unknown to torch's registry, which names groups by what else is there,
         and that may differ between ranks. Collective."""

@@ -20,6 +20,9 @@ PURE_IN_OTHER_LAYERS = [
     "bucket/round_stats",
     "bucket/shared_round",
     "pipeline/action",
+    "pipeline/arena_blocks",
+    "pipeline/channel_options",
+    "pipeline/failure_record",
     "pipeline/schedule",
 ]
 PURE_LAYERS = ["base", "transport", "collective"]

@@ -46,6 +46,19 @@ enum class StepKind : uint8_t { kTrain, kEvaluate, kForward };
 // "to run 2F3 on rank 1", for error messages.
 using Describe = std::function<std::string()>;
 
+// Since the channel was made.
+struct ChannelCounters {
+  uint64_t num_messages = 0;  // sent
+  uint64_t moved_nbytes = 0;  // of their tensors
+  uint64_t num_inline = 0;   // of them with tensors that went through the ring: small, or the arena
+                             // was full
+  uint64_t peak_parked = 0;  // messages that had come and were not wanted yet, at once
+  uint64_t num_dropped = 0;  // of steps that had failed
+  // Now: memory for messages on their way (lent to receivers), and for tensors that were received.
+  uint64_t lent_nbytes = 0;
+  uint64_t pool_nbytes = 0;
+};
+
 // One per pipeline group and module, used by one thread at a time; all calls without the GIL.
 class Channel {
  public:
@@ -55,11 +68,12 @@ class Channel {
   // "rank 1 (pid 1234)"
   virtual std::string describe(int rank) const = 0;
 
-  // Counts steps. A peer that is in a step of another kind at the same count is a MismatchError, on
-  // both, at the wait that finds out. Raises PeerError where the last step failed on another rank
-  // after it had ended here.
+  // The first call of a step, before anything that may fail on one rank only. A peer that is in a
+  // step of another kind is a MismatchError, on both, at the wait that finds out. Raises PeerError
+  // where a peer has failed since all ended the last step, or is dead.
   virtual void begin_step(StepKind kind) = 0;
-  // Never waits for the receiver. The tensors may be changed or freed as soon as it returns.
+  // Never waits for the receiver. The tensors may be changed or freed as soon as it returns. What
+  // is sent in a step is received in it.
   virtual void send(int destination, Message message) = 0;
   // Waits for the message; its tensors are this process's own. Raises PeerError (a peer died or its
   // step raised), TimeoutError, MismatchError, or what a signal handler raises; `describe` says
@@ -67,11 +81,14 @@ class Channel {
   virtual Message receive(int source, const MessageKey& key, const Describe& describe) = 0;
   // Whether receive() would return at once. Cheap.
   virtual bool has_arrived(int source, const MessageKey& key) = 0;
-  // Returns once everything sent is where its receiver finds it without our help.
+  // Returns once all ranks have called it, so that a step fails on all ranks or on none. Raises as
+  // receive() does.
   virtual void end_step(const Describe& describe) = 0;
   // Ends the step on all ranks: `reason` is a whole sentence that names this rank, the action and
-  // the cause. Never throws. The next begin_step() starts anew.
+  // the cause. Never throws. Does nothing where the step is over already, as after a PeerError. The
+  // next begin_step() starts anew.
   virtual void fail(const std::string& reason) noexcept = 0;
+  virtual ChannelCounters counters() const = 0;
 };
 
 }  // namespace pydist

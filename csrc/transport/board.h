@@ -44,6 +44,9 @@ struct BoardOptions {
   // What to do after a failure, and where to look after a death.
   std::string remedy = "make a new group, or restart the job";
   std::string clue = "what did it print last?";
+  // Waits that time out or are interrupted fail the group for good; else they raise on this rank
+  // alone, and the owner tells the others.
+  bool waits_fail_group = true;
 };
 
 class Board {
@@ -74,13 +77,16 @@ class Board {
   // Wakes the peers that sleep on this board. Call after every publication; costs a fence and a
   // load per peer.
   void ring();
+  // The same for one peer.
+  void ring(int r);
 
   // Blocks until awaited() returns kNobody; otherwise it returns the rank that is missing, or
   // kAnybody where any peer's death would mean waiting in vain. It is called often, but never again
   // once it has returned kNobody: it may take what it finds. Spins, yields, then sleeps in slices.
   // Raises PeerError when a peer has died or the group has failed, TimeoutError (and fails the
   // group, so that all peers raise) after timeout_s(), and what a signal handler raises (fails the
-  // group too). `operation` is called only to word an error, such as "all_reduce of 1024 float32".
+  // group too; see BoardOptions::waits_fail_group). `operation` is called only to word an error,
+  // such as "all_reduce of 1024 float32".
   template <class Awaited, class Describe>
   void wait(Awaited&& awaited, Describe&& operation) {
     if (awaited() == kNobody) return;
@@ -114,6 +120,7 @@ class Board {
   void arrive();
   void wait_slowly(const std::function<int()>& awaited,
                    const std::function<std::string()>& operation);
+  void wake(int r);
   bool sleep(const std::function<int()>& awaited, double slice_s);
   void run_interrupt_check(const std::function<std::string()>& operation);
   int dead_rank(int missing, bool thoroughly) const;

@@ -1,0 +1,20 @@
+// Makes the channel that suits a group of ranks.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "pipeline/channel.h"
+#include "pipeline/channel_options.h"
+
+namespace pydist {
+
+// Collective. `store` has a prefix of its own. Without a group the ranks share memory (else
+// HostError); with one, it is the channel's own.
+std::shared_ptr<Channel> make_channel(c10::intrusive_ptr<c10d::Store> store,
+                                      std::optional<c10::intrusive_ptr<c10d::ProcessGroup>> group,
+                                      const ChannelOptions& options);
+
+}  // namespace pydist

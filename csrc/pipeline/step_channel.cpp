@@ -1,0 +1,279 @@
+#include "pipeline/step_channel.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+
+#include "base/check.h"
+#include "base/fork.h"
+
+namespace pydist {
+
+namespace {
+
+const char* kind_name(StepKind kind) {
+  switch (kind) {
+    case StepKind::kTrain:
+      return "train";
+    case StepKind::kEvaluate:
+      return "evaluate";
+    case StepKind::kForward:
+      return "forward";
+  }
+  return "an unknown kind";
+}
+
+std::string describe_key(const MessageKey& key) {
+  if (key.kind == MessageKind::kResult) return "the result of the step";
+  const char* what = key.kind == MessageKind::kActivation ? "the input" : "the gradient";
+  std::string text = concat(what, " of stage ", key.stage, ", microbatch ", key.microbatch);
+  if (key.port != 0) text += concat(", skip portal ", key.port);
+  return text;
+}
+
+bool same(const MessageKey& a, const MessageKey& b) {
+  return a.kind == b.kind && a.stage == b.stage && a.microbatch == b.microbatch && a.port == b.port;
+}
+
+}  // namespace
+
+std::string StepChannel::describe_step(const Stamp& stamp) const {
+  std::string text = concat("step ", stamp.step, " (", kind_name(stamp.kind), ")");
+  if (stamp.generation > 1) text += concat(" since failure ", stamp.generation - 1);
+  return text;
+}
+
+// -- steps ---------------------------------------------------------------------------------------
+
+void StepChannel::begin_step(StepKind kind) {
+  check();
+  if (state_ == State::kInStep) {
+    fail(concat(describe(rank()), " left ", describe_step(stamp_), " without ending it"));
+  }
+  hand_over();
+  take_in();
+  look_for_failure(stamp_.step + 1);
+  pool_.end_step();
+  trim_memory();
+  stamp_.kind = kind;
+  ++stamp_.step;
+  state_ = State::kInStep;
+}
+
+void StepChannel::end_step(const Describe& describe) {
+  check_step("end_step");
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank()) post_end_of_step(r, stamp_);
+  }
+  await(
+      [&] {
+        const int kept = hand_over();
+        take_in();
+        look_for_mismatch();
+        const int missing = kept != kNobody ? kept : first_in_step();
+        if (missing != kNobody) look_for_failure(stamp_.step);
+        return missing;
+      },
+      [&] { return concat("ending ", describe_step(stamp_), " ", describe()); });
+  check_nothing_left();
+  state_ = State::kBetween;
+}
+
+void StepChannel::fail(const std::string& reason) noexcept {
+  if (state_ == State::kFailed) return;
+  // Between steps all have ended the last one: it is the next that fails.
+  const uint64_t step = stamp_.step + (state_ == State::kBetween ? 1 : 0);
+  publish({stamp_.generation, step, is_mismatch_, reason});
+  end_generation();
+}
+
+void StepChannel::end_generation() noexcept {
+  ++stamp_.generation;
+  stamp_.step = 0;
+  state_ = State::kFailed;
+  is_mismatch_ = false;
+  for (Heard& heard : peers_) {
+    heard.parked.remove_if([&](const Parked& parked) {
+      if (parked.stamp.generation >= stamp_.generation) return false;
+      ++counters_.num_dropped;
+      --num_parked_;
+      return true;
+    });
+  }
+}
+
+bool StepChannel::has_ended(int peer) const {
+  const Heard& heard = peers_[peer];
+  if (heard.stamp.generation != stamp_.generation) return false;
+  return heard.stamp.step > stamp_.step || (heard.stamp.step == stamp_.step && heard.ended_step);
+}
+
+int StepChannel::first_in_step() const {
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank() && !has_ended(r)) return r;
+  }
+  return kNobody;
+}
+
+// All have ended the step, so all that was sent in it is here.
+void StepChannel::check_nothing_left() {
+  for (int r = 0; r < size(); ++r) {
+    for (const Parked& parked : peers_[r].parked) {
+      if (!parked.stamp.same_step(stamp_)) continue;
+      raise_mismatch(concat(describe(r), " sent ", describe_key(parked.message.key), " to ",
+                            describe(rank()), " in ", describe_step(stamp_),
+                            ", which did not want it; do both run the same schedule, with the "
+                            "same number of microbatches?"));
+    }
+  }
+}
+
+// -- messages ------------------------------------------------------------------------------------
+
+void StepChannel::check_step(const char* call) const {
+  PYDIST_CHECK(!in_forked_child(), UsageError, call,
+               ": a forked child must not use the channel of the process that forked it");
+  PYDIST_CHECK(state_ == State::kInStep, UsageError, call, " on ", describe(rank()),
+               " outside of a step");
+}
+
+void StepChannel::check_peer(int peer, const char* call) const {
+  PYDIST_CHECK(peer != rank() && peer >= 0 && peer < size(), UsageError, call, ": rank ", peer,
+               " is not a peer of ", describe(rank()));
+}
+
+void StepChannel::send(int destination, Message message) {
+  check_peer(destination, "send");
+  check_step("send");
+  check_sendable(message);
+  post(destination, message, stamp_);
+  ++counters_.num_messages;
+  counters_.moved_nbytes += image_nbytes(message);
+}
+
+void StepChannel::arrive(int source, const uint8_t* envelope, const uint8_t* payload) {
+  ImageHeader header;
+  std::memcpy(&header, envelope, sizeof(header));
+  const Stamp stamp = header.stamp();
+  Heard& heard = peers_[source];
+  heard.stamp = stamp;
+  heard.ended_step = header.ends_step != 0;
+  if (heard.ended_step) return;
+  if (stamp.generation < stamp_.generation) {
+    ++counters_.num_dropped;
+    return;
+  }
+  heard.parked.push_back({stamp, read_message(envelope, payload, pool_)});
+  counters_.peak_parked = std::max(counters_.peak_parked, ++num_parked_);
+}
+
+std::list<StepChannel::Parked>::iterator StepChannel::find(int source, const MessageKey& key) {
+  std::list<Parked>& parked = peers_[source].parked;
+  return std::find_if(parked.begin(), parked.end(), [&](const Parked& candidate) {
+    return candidate.stamp.same_step(stamp_) && candidate.stamp.kind == stamp_.kind &&
+           same(candidate.message.key, key);
+  });
+}
+
+std::optional<Message> StepChannel::take(int source, const MessageKey& key) {
+  const auto found = find(source, key);
+  if (found == peers_[source].parked.end()) return std::nullopt;
+  std::optional<Message> message(std::move(found->message));
+  peers_[source].parked.erase(found);
+  --num_parked_;
+  return message;
+}
+
+bool StepChannel::has_arrived(int source, const MessageKey& key) {
+  check_peer(source, "has_arrived");
+  check_step("has_arrived");
+  hand_over();
+  take_in();
+  return find(source, key) != peers_[source].parked.end();
+}
+
+Message StepChannel::receive(int source, const MessageKey& key, const Describe& describe) {
+  check_peer(source, "receive");
+  check_step("receive");
+  const auto operation = [&] {
+    return concat("receiving ", describe_key(key), " in ", describe_step(stamp_), " ", describe());
+  };
+  std::optional<Message> message;
+  await(
+      [&] {
+        hand_over();
+        take_in();
+        if ((message = take(source, key))) return kNobody;
+        look_for_failure(stamp_.step);
+        look_for_mismatch();
+        if (has_ended(source)) {
+          raise_mismatch(concat(this->describe(source), " ended ", describe_step(stamp_),
+                                " without sending what ", this->describe(rank()),
+                                " waits for: it was ", operation(),
+                                "; do both run the same schedule, with the same number of "
+                                "microbatches?"));
+        }
+        return source;
+      },
+      operation);
+  return std::move(*message);
+}
+
+// -- waiting -------------------------------------------------------------------------------------
+
+// Errors leave the wait by its regular end: those that wait are counted.
+template <class Missing>
+void StepChannel::await(Missing&& missing, const Describe& describe) {
+  std::exception_ptr error;
+  const auto guarded = [&]() -> int {
+    try {
+      return missing();
+    } catch (...) {
+      error = std::current_exception();
+      return kNobody;
+    }
+  };
+  if (guarded() != kNobody) {
+    try {
+      wait(guarded, describe);
+    } catch (const PeerError& peer_error) {  // dead: all shall know
+      fail(peer_error.what());
+      throw;
+    }
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+// A peer may be one step ahead, and fail there, before we have heard that all ended this one.
+void StepChannel::look_for_failure(uint64_t step) {
+  const std::optional<Failure> failure = find_failure({stamp_.generation, step});
+  if (!failure) return;
+  std::string text = failure->text;
+  if (state_ != State::kInStep) text += concat(" (", describe(rank()), " had ended the step)");
+  end_generation();
+  if (failure->is_mismatch) throw MismatchError(text);
+  throw PeerError(text);
+}
+
+void StepChannel::look_for_mismatch() {
+  for (int r = 0; r < size(); ++r) {
+    const Stamp& theirs = peers_[r].stamp;
+    if (r == rank() || !theirs.same_step(stamp_) || theirs.kind == stamp_.kind) continue;
+    raise_mismatch(concat(describe(rank()), " is in ", describe_step(stamp_), ", but ", describe(r),
+                          " in ", describe_step(theirs),
+                          "; make both call the same methods in the same order"));
+  }
+}
+
+void StepChannel::raise_mismatch(const std::string& text) {
+  is_mismatch_ = true;
+  throw MismatchError(text);
+}
+
+ChannelCounters StepChannel::counters() const {
+  ChannelCounters counters = counters_;
+  counters.pool_nbytes = pool_.nbytes();
+  return counters;
+}
+
+}  // namespace pydist
