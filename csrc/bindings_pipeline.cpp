@@ -81,12 +81,18 @@ class PipelineExecutor {
         PythonStep{given("arguments"), given("keywords"), given("targets"), given("loss_fn"),
                    given("metrics"), given("finish"), given("outputs")});
     for (const auto& stage : stages_) stage->set_step(shared, num_microbatches_);
+    StepOptions options{kind, step, num_present, std::move(loss_gradients)};
+    const py::object before_end = python["before_end"];
+    options.before_end = [&before_end] {
+      const py::gil_scoped_acquire gil;
+      before_end();
+    };
     std::optional<Message> result;
     std::exception_ptr failure;
     {
       const py::gil_scoped_release no_gil;
       try {
-        result = executor_->run({kind, step, num_present, std::move(loss_gradients)});
+        result = executor_->run(options);
       } catch (...) {
         failure = std::current_exception();
       }
@@ -95,6 +101,12 @@ class PipelineExecutor {
     if (failure) raise(std::move(failure));
     if (!result) return py::none();
     return py::reinterpret_steal<py::object>(decode_value(result->structure, result->slots));
+  }
+
+  void refuse(StepKind kind, const std::string& cause) {
+    const std::string text = executor_->where() + " raised " + cause;
+    const py::gil_scoped_release no_gil;
+    executor_->refuse(kind, text);
   }
 
   py::list records() const {
@@ -161,6 +173,8 @@ void bind_pipeline(py::module_& module) {
       .def("run", &PipelineExecutor::run, py::arg("kind"), py::arg("step"), py::arg("num_present"),
            py::arg("loss_gradients"), py::arg("python"),
            "Collective. What `finish` returned on the last stage's rank; None for FORWARD.")
+      .def("refuse", &PipelineExecutor::refuse, py::arg("kind"), py::arg("cause"),
+           "Instead of run(): this rank cannot take part, which the others raise with the cause.")
       .def("record", &PipelineExecutor::record, py::arg("on"),
            "Switches the recorder on or off, from the next step.")
       .def("records", &PipelineExecutor::records,

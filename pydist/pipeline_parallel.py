@@ -213,7 +213,7 @@ class PipelineParallel(nn.Module):
         except BaseException as error:
             executor.refuse(kind, f"{type(error).__name__}: {error}")
             raise
-        result = executor.run(
+        return executor.run(
             kind=kind,
             step=self._num_steps,
             num_present=inputs.num_present,
@@ -223,13 +223,12 @@ class PipelineParallel(nn.Module):
                 "keywords": inputs.keywords or None,
                 "targets": inputs.cut.targets,
                 "finish": Total(weights),
+                "before_end": inputs.cut.check_unchanged,
                 "loss_fn": None,
                 "metrics": None,
                 **python,
             },
         )
-        inputs.cut.check_unchanged()
-        return result
 
     def _prepare(
         self, kind: StepKind, given: tuple[tuple[Any, ...], dict[str, Any], Any]

@@ -68,6 +68,7 @@ std::optional<Message> Executor::run(const StepOptions& options) {
   const at::AutoGradMode gradients(options.kind == StepKind::kTrain);
   step_ = options;
   recorder_.begin_step();
+  current_.reset();
   try {
     if (options_.channel != nullptr) options_.channel->begin_step(step_.kind);
     run_actions();
@@ -128,6 +129,10 @@ void Executor::forward(Stage& stage, StageFlight& flight, int microbatch) {
   Message input;
   flight.absent = stage.in.empty() ? microbatch >= step_.num_present
                                    : !take_inputs(stage, flight, microbatch, input);
+  PYDIST_CHECK(step_.num_present < 0 || flight.absent == (microbatch >= step_.num_present),
+               MismatchError, "the first stage's batch has ", flight.absent ? "no" : "some",
+               " rows for microbatch ", microbatch, ", but what this rank was given has rows for ",
+               step_.num_present, " microbatches; pass a batch and a target of as many rows");
   output_.structure.clear();
   output_.slots.clear();
   output_.roots.clear();
@@ -292,11 +297,12 @@ void Executor::send_result(const Stage& stage) {
 }
 
 void Executor::end_step() {
+  if (step_.before_end) step_.before_end();
   const int last = options_.schedule.num_stages() - 1;
   const int source = options_.schedule.rank_of_stage[last];
   if (step_.kind != StepKind::kForward && source != options_.rank) {
     result_ = options_.channel->receive(source, {MessageKind::kResult},
-                                        [] { return "to return the loss"; });
+                                        [] { return "to return the loss of a step"; });
   }
   if (options_.channel != nullptr) {
     options_.channel->end_step([] { return "to end the step"; });
@@ -319,6 +325,13 @@ std::string Executor::where() const {
 
 void Executor::fail(const std::string& reason) noexcept {
   if (options_.channel != nullptr) options_.channel->fail(reason);
+}
+
+void Executor::refuse(StepKind kind, const std::string& reason) {
+  current_.reset();
+  if (options_.channel == nullptr) return;
+  options_.channel->begin_step(kind);
+  options_.channel->fail(reason);
 }
 
 void Executor::drop_step() noexcept {

@@ -51,10 +51,13 @@ struct ExecutorOptions {
 struct StepOptions {
   StepKind kind = StepKind::kTrain;
   int64_t step = 0;  // the number that layers' seeds depend on
-  // Of the first stage's rank: microbatches that there are rows for; the others are absent.
+  // Microbatches that there are rows for; the others are absent. Known where the first stage is;
+  // elsewhere it is -1, or must agree with what comes from there.
   int num_present = 0;
   // Of the last stage's rank: the gradient of the total with respect to each microbatch's loss.
   std::vector<double> loss_gradients = {};
+  // Called after this rank's last action, before the step ends on all ranks; may be empty.
+  std::function<void()> before_end = nullptr;
 };
 
 class Executor {
@@ -67,6 +70,8 @@ class Executor {
   // "rank 1 (pid 1234), in 2F3 (forward of stage 2 for microbatch 3)": now, or where it failed.
   std::string where() const;
   void fail(const std::string& reason) noexcept;
+  // Instead of run(): this rank cannot take part in the step. Raises if others cannot be told.
+  void refuse(StepKind kind, const std::string& reason);
 
   Recorder& recorder() { return recorder_; }
 
