@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "base/interrupt.h"
 #include "bucket/autograd_boundary.h"
+#include "pipeline/schedule.h"
 #include "transport/arena.h"
 #include "transport/board.h"
 
@@ -36,6 +37,8 @@ void translate(std::exception_ptr pending) {
     raise_as("HostError", error);
   } catch (const ResourceError& error) {
     raise_as("ResourceError", error);
+  } catch (const ScheduleError& error) {
+    raise_as("ScheduleError", error);
   }
 }
 
@@ -85,6 +88,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_collective(module);
   bind_reducer(module);
   bind_stage(module);
+  bind_schedule(module);
   bind_testing(module);
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);

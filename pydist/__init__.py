@@ -14,6 +14,7 @@ from pydist.errors import (
 _import_checks.check_all()
 
 # What needs torch and the extension comes after the checks.
+from pydist import schedule
 from pydist._replica_audit import check_replicas
 from pydist.collectives import (
     all_gather,
@@ -54,6 +55,7 @@ __all__ = [
     "recv",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "schedule",
     "send",
     "symmetric_empty",
 ]

@@ -30,7 +30,12 @@ class HostError(RuntimeError):
     """Ranks of a group cannot share memory, as they do not share a host; says which and why."""
 
 
+class ScheduleError(ValueError):
+    """A schedule that cannot be built, read or run; the message says where and what would work."""
+
+
 # Users meet these as `pydist.PeerError`: tracebacks and pickles show the name they write.
 for _error in (UsageError, MismatchError, PeerError, TimeoutError, ResourceError, HostError):
     _error.__module__ = "pydist"
+ScheduleError.__module__ = "pydist.schedule"
 del _error

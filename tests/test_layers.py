@@ -23,7 +23,20 @@ PURE_IN_OTHER_LAYERS = [
     "pipeline/arena_blocks",
     "pipeline/channel_options",
     "pipeline/failure_record",
+    "pipeline/builder_kinds",
+    "pipeline/builders",
+    "pipeline/builders_forward",
+    "pipeline/builders_looped",
+    "pipeline/builders_v",
+    "pipeline/builders_zero_bubble",
+    "pipeline/csv",
+    "pipeline/grid",
+    "pipeline/lowering",
+    "pipeline/readiness",
     "pipeline/schedule",
+    "pipeline/simulator",
+    "pipeline/validator",
+    "pipeline/waiting_cycle",
 ]
 PURE_LAYERS = ["base", "transport", "collective"]
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2|pybind11|Python\.h)")
@@ -31,7 +44,8 @@ TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2|pybind11|Python\.h)")
 # The lowest first; modules of one line do not import each other.
 PYTHON_LAYERS = [
     {"_version", "errors", "_build_info"},
-    {"_import_checks", "_C"},
+    {"_import_checks", "_C", "_schedule_plot"},
+    {"schedule"},
     {"_process_group"},
     {"_engine"},
     {
@@ -60,6 +74,8 @@ PYTHON_LAYERS = [
     {"_wrapping"},
     {"_hook_surface"},
     {"data_parallel"},
+    {"_pipeline_build", "_pipeline_step"},
+    {"pipeline_parallel"},
     {"__init__"},
 ]
 

@@ -15,6 +15,9 @@ enum class ActionKind : uint8_t {
   kWeight,    // W: gradients of its parameters
 };
 
+// The letter that stands for a kind in text.
+char letter(ActionKind kind);
+
 struct Action {
   int stage = 0;
   ActionKind kind = ActionKind::kForward;
