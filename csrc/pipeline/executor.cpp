@@ -69,6 +69,7 @@ std::optional<Message> Executor::run(const StepOptions& options) {
   step_ = options;
   recorder_.begin_step();
   current_.reset();
+  num_last_forwards_ = 0;
   try {
     if (options_.channel != nullptr) options_.channel->begin_step(step_.kind);
     run_actions();
@@ -343,7 +344,6 @@ void Executor::drop_step() noexcept {
   gradients_.clear();
   output_ = {};
   result_.reset();
-  num_last_forwards_ = 0;
 }
 
 }  // namespace pydist
