@@ -103,12 +103,6 @@ class PipelineExecutor {
     return py::reinterpret_steal<py::object>(decode_value(result->structure, result->slots));
   }
 
-  void refuse(StepKind kind, const std::string& cause) {
-    const std::string text = executor_->where() + " raised " + cause;
-    const py::gil_scoped_release no_gil;
-    executor_->refuse(kind, text);
-  }
-
   py::list records() const {
     py::list list;
     for (const ActionRecord& record : executor_->recorder().records()) {
@@ -117,6 +111,7 @@ class PipelineExecutor {
     }
     return list;
   }
+  Executor& executor() { return *executor_; }
   void record(bool on) { executor_->recorder().switch_on(on); }
 
  private:
@@ -173,7 +168,12 @@ void bind_pipeline(py::module_& module) {
       .def("run", &PipelineExecutor::run, py::arg("kind"), py::arg("step"), py::arg("num_present"),
            py::arg("loss_gradients"), py::arg("python"),
            "Collective. What `finish` returned on the last stage's rank; None for FORWARD.")
-      .def("refuse", &PipelineExecutor::refuse, py::arg("kind"), py::arg("cause"),
+      .def(
+          "refuse",
+          [](PipelineExecutor& self, StepKind kind, const std::string& cause) {
+            self.executor().refuse(kind, cause);
+          },
+          py::arg("kind"), py::arg("cause"), py::call_guard<py::gil_scoped_release>(),
            "Instead of run(): this rank cannot take part, which the others raise with the cause.")
       .def("record", &PipelineExecutor::record, py::arg("on"),
            "Switches the recorder on or off, from the next step.")

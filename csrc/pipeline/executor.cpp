@@ -69,6 +69,7 @@ std::optional<Message> Executor::run(const StepOptions& options) {
   step_ = options;
   recorder_.begin_step();
   current_.reset();
+  has_ended_ = false;
   num_last_forwards_ = 0;
   try {
     if (options_.channel != nullptr) options_.channel->begin_step(step_.kind);
@@ -88,6 +89,7 @@ void Executor::run_actions() {
     if (step.second) run_action(*step.second);
   }
   current_.reset();
+  has_ended_ = true;
 }
 
 void Executor::run_action(const PlannedAction& planned) {
@@ -321,18 +323,20 @@ void Executor::warn_if_unsplit(Stage& stage, const StageFlight& flight) {
 std::string Executor::where() const {
   const std::string rank = options_.channel != nullptr ? options_.channel->describe(options_.rank)
                                                        : concat("rank ", options_.rank);
-  return current_ ? concat(rank, ", in ", text_of(*current_)) : concat(rank, ", between actions");
+  if (current_) return concat(rank, ", in ", text_of(*current_));
+  return concat(rank, has_ended_ ? ", after its last action" : ", before its first action");
 }
 
 void Executor::fail(const std::string& reason) noexcept {
   if (options_.channel != nullptr) options_.channel->fail(reason);
 }
 
-void Executor::refuse(StepKind kind, const std::string& reason) {
+void Executor::refuse(StepKind kind, const std::string& cause) {
   current_.reset();
+  has_ended_ = false;
   if (options_.channel == nullptr) return;
   options_.channel->begin_step(kind);
-  options_.channel->fail(reason);
+  options_.channel->fail(concat(where(), " raised ", cause));
 }
 
 void Executor::drop_step() noexcept {

@@ -70,8 +70,9 @@ class Executor {
   // "rank 1 (pid 1234), in 2F3 (forward of stage 2 for microbatch 3)": now, or where it failed.
   std::string where() const;
   void fail(const std::string& reason) noexcept;
-  // Instead of run(): this rank cannot take part in the step. Raises if others cannot be told.
-  void refuse(StepKind kind, const std::string& reason);
+  // Instead of run(): this rank cannot take part in the step, because of `cause`. Raises if the
+  // others cannot be told.
+  void refuse(StepKind kind, const std::string& cause);
 
   Recorder& recorder() { return recorder_; }
 
@@ -114,7 +115,8 @@ class Executor {
 
   // Of the step that is going on.
   StepOptions step_;
-  std::optional<Action> current_;  // none: not in an action
+  std::optional<Action> current_;  // none: before the first or after the last one
+  bool has_ended_ = false;         // after the last one
   int num_last_forwards_ = 0;
   std::optional<Message> result_;
   StageOutput output_;
