@@ -32,6 +32,7 @@ from pydist.collectives import (
 )
 from pydist.data_parallel import DataParallel
 from pydist.grad_scaler import GradScaler
+from pydist.pipeline_parallel import PipelineParallel
 from pydist.skip import skippable
 from pydist.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
@@ -41,6 +42,7 @@ __all__ = [
     "HostError",
     "MismatchError",
     "PeerError",
+    "PipelineParallel",
     "ResourceError",
     "SyncBatchNorm",
     "TimeoutError",

@@ -89,6 +89,8 @@ PYTHON_LAYERS = [
     {"_hook_surface"},
     {"data_parallel"},
     {"_stage_reduction"},
+    {"_pipeline_build", "_pipeline_step"},
+    {"pipeline_parallel"},
     {"_schedule_command"},
     {"_cli"},
     {"__init__", "__main__"},
