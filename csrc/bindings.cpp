@@ -1,6 +1,8 @@
 // The Python boundary: the module, the translation of errors, and how waits let signals through.
 #include "bindings.h"
 
+#include <torch/csrc/Exceptions.h>
+
 #include <exception>
 
 #include "base/error.h"
@@ -39,6 +41,18 @@ void translate(std::exception_ptr pending) {
     raise_as("ScheduleError", error);
   }
 }
+
+}  // namespace
+
+void set_python_error(const std::exception_ptr& error) {
+  try {
+    translate(error);
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+}
+
+namespace {
 
 // For errors inside backward: a Python error in flight passes torch's engine as it is.
 void rethrow_as_python_error(std::exception_ptr pending) {
@@ -80,6 +94,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);
   install_recompute_check();
+  bind_pipeline(module);
 }
 
 }  // namespace pydist

@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <exception>
+
 namespace pydist {
 
 void bind_collective(pybind11::module_& module);
@@ -13,5 +15,9 @@ void bind_testing(pybind11::module_& module);
 void bind_testing_channel(pybind11::module_& module);
 void bind_testing_cut(pybind11::module_& testing);
 void install_recompute_check();
+void bind_pipeline(pybind11::module_& module);  // after bind_testing
+
+// Sets the Python error that stands for a C++ exception. With the GIL.
+void set_python_error(const std::exception_ptr& error);
 
 }  // namespace pydist

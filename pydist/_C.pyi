@@ -1,6 +1,7 @@
 """The types of the extension module; tests/test_package.py holds this file against it."""
 
 from collections.abc import Callable
+from enum import Enum
 from types import ModuleType
 from typing import Any
 
@@ -151,6 +152,34 @@ def hash_tensors(tensors: list[Tensor]) -> list[int]: ...
 def pack(tensors: list[Tensor], out: Tensor, iterations: int = 1) -> None: ...
 def install_allocator() -> str: ...
 def arena_usage() -> dict[str, int]: ...
+
+class StepKind(Enum):
+    TRAIN = ...
+    EVALUATE = ...
+    FORWARD = ...
+
+class PipelineExecutor:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        channel: Channel | None,
+        stages: dict[int, Callable[..., Any]],
+        unpacks: bool,
+        base_seed: int | None,
+        data_parallel_rank: int,
+    ) -> None: ...
+    def run(
+        self,
+        kind: StepKind,
+        step: int,
+        num_present: int,
+        loss_gradients: list[float],
+        python: dict[str, Any],
+    ) -> Any: ...
+    def refuse(self, kind: StepKind, cause: str) -> None: ...
+    def record(self, on: bool) -> None: ...
+    def records(self) -> list[tuple[str, int, int, int]]: ...
 
 class Schedule:
     def __init__(

@@ -20,6 +20,9 @@ PURE_IN_OTHER_LAYERS = [
     "bucket/round_stats",
     "bucket/shared_round",
     "pipeline/action",
+    "pipeline/arena_blocks",
+    "pipeline/channel_options",
+    "pipeline/failure_record",
     "pipeline/builder_kinds",
     "pipeline/builders",
     "pipeline/builders_forward",
@@ -30,9 +33,6 @@ PURE_IN_OTHER_LAYERS = [
     "pipeline/grid",
     "pipeline/lowering",
     "pipeline/readiness",
-    "pipeline/arena_blocks",
-    "pipeline/channel_options",
-    "pipeline/failure_record",
     "pipeline/schedule",
     "pipeline/simulator",
     "pipeline/validator",
@@ -76,6 +76,8 @@ PYTHON_LAYERS = [
     {"_hook_surface"},
     {"data_parallel"},
     {"_stage_reduction"},
+    {"_pipeline_build", "_pipeline_step"},
+    {"pipeline_parallel"},
     {"__init__"},
 ]
 

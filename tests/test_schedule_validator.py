@@ -193,7 +193,8 @@ def stuck_schedules() -> Iterator[Lists]:
             ]
         yield lists
     for _ in range(400):  # two entries that have changed places
-        lists = schedule.build("1f1b", generator.randint(2, 4), generator.randint(2, 5)).actions
+        kind = generator.choice(["interleaved-1f1b", "zb-v"])
+        lists = schedule.build(kind, generator.randint(2, 4), generator.randint(2, 5)).actions
         row = generator.choice(lists)
         at, other = generator.randrange(len(row)), generator.randrange(len(row))
         row[at], row[other] = row[other], row[at]

@@ -18,6 +18,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "pipeline/graph_cut.h"
@@ -39,6 +40,13 @@ class StageBackward {
   // `split_checkpointed`: split even where that runs checkpointed layers' forward twice more.
   StageBackward(const std::vector<at::Tensor>& outputs, std::vector<ReceivedEdge> inputs,
                 bool split_checkpointed = false);
+
+  // The same from edges, for outputs whose data is gone; not valid where no grad is required.
+  StageBackward(torch::autograd::edge_list outputs, std::vector<ReceivedEdge> inputs,
+                bool split_checkpointed = false)
+      : outputs_(std::move(outputs)),
+        inputs_(std::move(inputs)),
+        split_checkpointed_(split_checkpointed) {}
 
   // One gradient per output, in their order. Undefined: this output takes no part.
   // Raises UsageError for a gradient of an output that requires none.

@@ -1,0 +1,349 @@
+#include "pipeline/executor.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <unistd.h>
+
+#include <utility>
+
+#include "base/check.h"
+
+namespace pydist {
+
+namespace {
+
+const char* word(ActionKind kind) {
+  switch (kind) {
+    case ActionKind::kForward: return "forward";
+    case ActionKind::kBackward: return "backward";
+    case ActionKind::kInput: return "input backward";
+    case ActionKind::kWeight: return "weight backward";
+  }
+  return "action";
+}
+
+// "2F3 (forward of stage 2 for microbatch 3)"
+std::string text_of(const Action& action) {
+  return concat(action.text(), " (", word(action.kind), " of stage ", action.stage,
+                " for microbatch ", action.microbatch, ")");
+}
+
+bool takes_part(const Action& action, StepKind kind) {
+  return action.kind == ActionKind::kForward || kind == StepKind::kTrain;
+}
+
+}  // namespace
+
+Executor::Executor(ExecutorOptions options)
+    : options_(std::move(options)), plan_(lower(options_.schedule, options_.rank)) {
+  index_of_stage_.assign(options_.schedule.num_stages(), -1);
+  for (LocalStage& local : options_.stages) add_stage(std::move(local));
+  options_.stages.clear();
+}
+
+void Executor::add_stage(LocalStage local) {
+  const Schedule& schedule = options_.schedule;
+  const int number = local.stage;
+  Stage stage;
+  stage.is_last = number == schedule.num_stages() - 1;
+  if (number > 0) stage.in.push_back({0, number - 1, schedule.rank_of_stage[number - 1]});
+  if (!stage.is_last) stage.out.push_back({0, number + 1, schedule.rank_of_stage[number + 1]});
+  stage.in.insert(stage.in.end(), local.skips_in.begin(), local.skips_in.end());
+  stage.out.insert(stage.out.end(), local.skips_out.begin(), local.skips_out.end());
+  for (int i = 0; i < schedule.num_microbatches; ++i) {
+    stage.flights.emplace_back(stage.in.size(), stage.out.size());
+  }
+  stage.context.stage = number;
+  stage.context.base_seed = options_.base_seed;
+  stage.context.data_parallel_rank = options_.data_parallel_rank;
+  stage.local = std::move(local);
+  index_of_stage_[number] = static_cast<int>(stages_.size());
+  stages_.push_back(std::move(stage));
+}
+
+std::optional<Message> Executor::run(const StepOptions& options) {
+  // Casts of weights that an enclosing autocast made before the last optimizer step are stale.
+  at::autocast::clear_cache();
+  const at::AutoGradMode gradients(options.kind == StepKind::kTrain);
+  step_ = options;
+  recorder_.begin_step();
+  current_.reset();
+  try {
+    if (options_.channel != nullptr) options_.channel->begin_step(step_.kind);
+    run_actions();
+    end_step();
+  } catch (...) {
+    drop_step();
+    throw;
+  }
+  return std::exchange(result_, std::nullopt);
+}
+
+void Executor::run_actions() {
+  for (const Step& step : plan_) {
+    run_action(step.first);
+    // An overlapped pair: on a CPU nothing is won by running both at once.
+    if (step.second) run_action(*step.second);
+  }
+  current_.reset();
+}
+
+void Executor::run_action(const PlannedAction& planned) {
+  const Action& action = planned.action;
+  if (!takes_part(action, step_.kind)) return;
+  current_ = action;
+  Stage& stage = stages_[index_of_stage_[action.stage]];
+  recorder_.begin(action);
+  const bool is_last = planned.completes_gradients;
+  if (is_last && stage.local.before_last_backward) stage.local.before_last_backward();
+  dispatch(stage, stage.flights[action.microbatch], action);
+  if (is_last && stage.local.after_last_backward) stage.local.after_last_backward();
+  recorder_.end();
+}
+
+void Executor::dispatch(Stage& stage, StageFlight& flight, const Action& action) {
+  if (action.kind == ActionKind::kForward) {
+    forward(stage, flight, action.microbatch);
+    return;
+  }
+  if (!flight.absent) {
+    if (action.kind == ActionKind::kWeight) {
+      flight.backward->weight();
+    } else {
+      take_gradients(stage, flight, action.microbatch);
+      if (action.kind == ActionKind::kInput) {
+        flight.backward->input(gradients_);
+        warn_if_unsplit(stage, flight);
+      } else {
+        flight.backward->backward(gradients_);
+      }
+      gradients_.clear();
+      give_gradients(stage, flight, action.microbatch);
+    }
+  }
+  if (action.kind != ActionKind::kInput) flight.clear();
+}
+
+void Executor::forward(Stage& stage, StageFlight& flight, int microbatch) {
+  Message input;
+  flight.absent = stage.in.empty() ? microbatch >= step_.num_present
+                                   : !take_inputs(stage, flight, microbatch, input);
+  PYDIST_CHECK(step_.num_present < 0 || flight.absent == (microbatch >= step_.num_present),
+               MismatchError, "the first stage's batch has ", flight.absent ? "no" : "some",
+               " rows for microbatch ", microbatch, ", but what this rank was given has rows for ",
+               step_.num_present, " microbatches; pass a batch and a target of as many rows");
+  output_.structure.clear();
+  output_.slots.clear();
+  output_.roots.clear();
+  if (!flight.absent) {
+    stage.context.step = step_.step;
+    stage.context.microbatch = microbatch;
+    stage.context.training = step_.kind == StepKind::kTrain;
+    const StageScope scope(stage.context);
+    const bool is_first = stage.local.stage == 0;
+    stage.local.code->forward(stage.context, is_first ? nullptr : &input, output_);
+  }
+  give_outputs(stage, flight, microbatch);
+  if (stage.is_last && ++num_last_forwards_ == options_.schedule.num_microbatches) {
+    send_result(stage);
+  }
+}
+
+// Whether the microbatch is there. Fills `input` with the neighbour's value, and the context with
+// skips.
+bool Executor::take_inputs(Stage& stage, StageFlight& flight, int microbatch, Message& input) {
+  received_.clear();
+  stage.context.skips.clear();
+  bool is_there = true;
+  for (size_t k = 0; k < stage.in.size(); ++k) {
+    const Link& link = stage.in[k];
+    const MessageKey key{MessageKind::kActivation, stage.local.stage, microbatch, link.port};
+    Message message = obtain(link, key, flight.inputs[k]);
+    is_there = is_there && !message.absent;
+    for (Slot& slot : message.slots) {
+      const bool wanted = slot.requires_grad && step_.kind == StepKind::kTrain;
+      flight.from[k].add(wanted);
+      if (wanted) received_.emplace_back(slot.tensor, slot.tensor);
+    }
+    if (link.port == 0) {
+      input = std::move(message);
+    } else if (!message.absent) {
+      stage.context.skips.put(link.skip, std::move(message.slots.at(0).tensor));
+    }
+  }
+  return is_there;
+}
+
+void Executor::give_outputs(Stage& stage, StageFlight& flight, int microbatch) {
+  const size_t num_slots = output_.slots.size();
+  if (!flight.absent) add_skips(stage);
+  if (!flight.absent && step_.kind == StepKind::kTrain) {
+    PYDIST_CHECK(!stage.is_last || output_.roots.at(0).is_valid(), UsageError,
+                 "the loss does not require a gradient: neither the output that loss_fn got nor "
+                 "what else it used does; unfreeze a parameter, or call evaluate()");
+    if (stage.is_last) flight.loss = std::move(output_.slots[0].tensor);
+    flight.backward.emplace(output_.roots, std::exchange(received_, {}));
+  }
+  auto slot = output_.slots.begin();
+  auto root = output_.roots.begin();
+  for (size_t k = 0; k < stage.out.size(); ++k) {
+    const Link& link = stage.out[k];
+    Message message{{MessageKind::kActivation, link.stage, microbatch, link.port}};
+    message.absent = flight.absent;
+    if (link.port == 0) message.structure = std::move(output_.structure);
+    for (size_t left = flight.absent ? 0 : link.port == 0 ? num_slots : 1; left > 0; --left) {
+      flight.to[k].add((root++)->is_valid());
+      message.slots.push_back(std::move(*slot++));
+    }
+    deliver(link, std::move(message));
+  }
+  if (step_.kind != StepKind::kTrain) flight.clear();
+}
+
+// What the forward has stashed for other stages, after the slots of its own output.
+void Executor::add_skips(Stage& stage) {
+  for (const Link& link : stage.out) {
+    if (link.port == 0) continue;
+    const std::optional<at::Tensor> tensor = stage.context.skips.take(link.skip);
+    PYDIST_CHECK(tensor.has_value(), UsageError, "skip '", link.skip, "' was not stashed by stage ",
+                 stage.local.stage, ", and stage ", link.stage, " is to pop it");
+    output_.add(*tensor);
+  }
+}
+
+void Executor::take_gradients(Stage& stage, StageFlight& flight, int microbatch) {
+  gradients_.clear();
+  for (size_t k = 0; k < stage.out.size(); ++k) {
+    const Link& link = stage.out[k];
+    const size_t num_slots = flight.to[k].size();
+    if (!flight.to[k].any()) {
+      gradients_.resize(gradients_.size() + num_slots);
+      continue;
+    }
+    const MessageKey key{MessageKind::kGradient, stage.local.stage, microbatch, link.port};
+    const Message message = obtain(link, key, flight.gradients[k]);
+    PYDIST_CHECK(message.slots.size() == num_slots, Error, "stage ", link.stage, " sent ",
+                 message.slots.size(), " gradients for ", num_slots, " tensors");
+    for (const Slot& slot : message.slots) gradients_.push_back(slot.tensor);
+  }
+  if (stage.is_last) gradients_.push_back(loss_gradient(flight.loss, microbatch));
+}
+
+void Executor::give_gradients(Stage& stage, StageFlight& flight, int microbatch) {
+  const std::vector<at::Tensor> gradients = flight.backward->input_gradients();
+  auto gradient = gradients.begin();
+  for (size_t k = 0; k < stage.in.size(); ++k) {
+    const GradientSlots& slots = flight.from[k];
+    if (!slots.any()) continue;
+    Message message{{MessageKind::kGradient, stage.in[k].stage, microbatch, stage.in[k].port}};
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      message.slots.push_back({slots.wants(slot) ? *gradient++ : at::Tensor()});
+    }
+    deliver(stage.in[k], std::move(message));
+  }
+}
+
+// Mostly the same for all microbatches: made again only where it differs.
+// Mostly the same for all microbatches: made again only where it differs, or a hook changed it.
+at::Tensor Executor::loss_gradient(const at::Tensor& loss, int microbatch) {
+  const double value = step_.loss_gradients.at(microbatch);
+  const bool fits = loss_gradient_.defined() && value == loss_gradient_value_ &&
+                    loss_gradient_._version() == 0 && loss_gradient_.dtype() == loss.dtype() &&
+                    loss_gradient_.sizes() == loss.sizes() &&
+                    loss_gradient_.device() == loss.device();
+  if (!fits) {
+    loss_gradient_ = at::full(loss.sizes(), value, loss.options());
+    loss_gradient_value_ = value;
+  }
+  return loss_gradient_;
+}
+
+Message Executor::obtain(const Link& link, const MessageKey& key,
+                         std::optional<Message>& handed_over) {
+  if (link.rank != options_.rank) {
+    return recorder_.waiting([&] {
+      return options_.channel->receive(link.rank, key,
+                                       [this] { return concat("to run ", where()); });
+    });
+  }
+  PYDIST_CHECK(handed_over.has_value(), Error, "stage ", link.stage,
+               " has not handed over yet; the schedule is not valid");
+  Message message = std::move(*handed_over);
+  handed_over.reset();
+  return message;
+}
+
+void Executor::deliver(const Link& link, Message message) {
+  if (link.rank != options_.rank) {
+    options_.channel->send(link.rank, std::move(message));
+    return;
+  }
+  Stage& stage = stages_[index_of_stage_[link.stage]];
+  StageFlight& flight = stage.flights[message.key.microbatch];
+  const bool forwards = message.key.kind == MessageKind::kActivation;
+  const std::vector<Link>& links = forwards ? stage.in : stage.out;
+  size_t k = 0;
+  while (links[k].port != link.port) ++k;
+  (forwards ? flight.inputs : flight.gradients)[k] = std::move(message);
+}
+
+void Executor::send_result(const Stage& stage) {
+  if (step_.kind == StepKind::kForward) return;
+  result_ = stage.local.code->result();
+  for (int rank = 0; rank < options_.schedule.num_ranks(); ++rank) {
+    if (rank != options_.rank) options_.channel->send(rank, *result_);
+  }
+}
+
+void Executor::end_step() {
+  if (step_.before_end) step_.before_end();
+  const int last = options_.schedule.num_stages() - 1;
+  const int source = options_.schedule.rank_of_stage[last];
+  if (step_.kind != StepKind::kForward && source != options_.rank) {
+    result_ = options_.channel->receive(source, {MessageKind::kResult},
+                                        [] { return "to return the loss of a step"; });
+  }
+  if (options_.channel != nullptr) {
+    options_.channel->end_step([] { return "to end the step"; });
+  }
+}
+
+void Executor::warn_if_unsplit(Stage& stage, const StageFlight& flight) {
+  const std::string& reason = flight.backward->why_not_split();
+  if (reason.empty() || stage.warned || !options_.warn) return;
+  stage.warned = true;
+  options_.warn(concat("the backward of stage ", stage.local.stage,
+                       " cannot be split into I and W, so that B runs in the place of I: ", reason));
+}
+
+std::string Executor::where() const {
+  const std::string rank = options_.channel != nullptr ? options_.channel->describe(options_.rank)
+                                                       : concat("rank ", options_.rank);
+  return current_ ? concat(rank, ", in ", text_of(*current_)) : concat(rank, ", between actions");
+}
+
+void Executor::fail(const std::string& reason) noexcept {
+  if (options_.channel != nullptr) options_.channel->fail(reason);
+}
+
+void Executor::refuse(StepKind kind, const std::string& reason) {
+  current_.reset();
+  if (options_.channel == nullptr) return;
+  options_.channel->begin_step(kind);
+  options_.channel->fail(reason);
+}
+
+void Executor::drop_step() noexcept {
+  for (Stage& stage : stages_) {
+    for (StageFlight& flight : stage.flights) flight.clear();
+    stage.context.skips.clear();
+  }
+  received_.clear();
+  gradients_.clear();
+  output_ = {};
+  result_.reset();
+  num_last_forwards_ = 0;
+}
+
+}  // namespace pydist

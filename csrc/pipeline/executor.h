@@ -1,0 +1,127 @@
+// Runs one rank's part of a step: its list of actions, what they receive, and what they send.
+//
+//   F  receives a value from the previous stage, runs the stage's code, sends its output on
+//   B  receives the gradient of that output, runs autograd, sends the gradient of the input back
+//   I  the same, for the input's gradient alone; W then adds to those of the parameters
+//
+// Two stages of one rank hand values over without a message, but like one: each stage has a graph
+// of its own. Between F and backward only the edges of a stage's output are kept, not its memory.
+// A microbatch that the batch has no rows for is absent: it is passed on as such and not computed.
+// Where no tensor of a value requires a gradient, none is sent back.
+//
+// An executor is used by one thread at a time, without the GIL.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "pipeline/channel.h"
+#include "pipeline/lowering.h"
+#include "pipeline/recorder.h"
+#include "pipeline/stage_code.h"
+#include "pipeline/stage_flight.h"
+
+namespace pydist {
+
+// One stage that this rank holds.
+struct LocalStage {
+  int stage = 0;
+  std::shared_ptr<StageCode> code;
+  std::vector<Link> skips_in = {};
+  std::vector<Link> skips_out = {};
+  // Around the last B or W of a training step; each may be empty.
+  std::function<void()> before_last_backward = nullptr;
+  std::function<void()> after_last_backward = nullptr;
+};
+
+struct ExecutorOptions {
+  Schedule schedule;
+  int rank = 0;
+  std::shared_ptr<Channel> channel;  // null where this rank holds all stages
+  std::vector<LocalStage> stages;
+  std::optional<uint64_t> base_seed = std::nullopt;  // of layers; none: the user's own stream
+  int data_parallel_rank = 0;
+  // Told once per stage whose backward cannot be split: B runs in the place of I.
+  std::function<void(const std::string& text)> warn = nullptr;
+};
+
+struct StepOptions {
+  StepKind kind = StepKind::kTrain;
+  int64_t step = 0;  // the number that layers' seeds depend on
+  // Microbatches that there are rows for; the others are absent. Known where the first stage is;
+  // elsewhere it is -1, or must agree with what comes from there.
+  int num_present = 0;
+  // Of the last stage's rank: the gradient of the total with respect to each microbatch's loss.
+  std::vector<double> loss_gradients = {};
+  // Called after this rank's last action, before the step ends on all ranks; may be empty.
+  std::function<void()> before_end = nullptr;
+};
+
+class Executor {
+ public:
+  explicit Executor(ExecutorOptions options);
+
+  // The last stage's result; none where the step only runs forwards. After an exception nothing of
+  // the step is left here, where() says where it was, and fail() must tell the others.
+  std::optional<Message> run(const StepOptions& options);
+  // "rank 1 (pid 1234), in 2F3 (forward of stage 2 for microbatch 3)": now, or where it failed.
+  std::string where() const;
+  void fail(const std::string& reason) noexcept;
+  // Instead of run(): this rank cannot take part in the step. Raises if others cannot be told.
+  void refuse(StepKind kind, const std::string& reason);
+
+  Recorder& recorder() { return recorder_; }
+
+ private:
+  struct Stage {
+    LocalStage local;
+    std::vector<Link> in;   // where inputs come from
+    std::vector<Link> out;  // where outputs go to
+    std::vector<StageFlight> flights;
+    StageContext context;
+    bool is_last = false;
+    bool warned = false;
+  };
+
+  void add_stage(LocalStage local);
+  void run_actions();
+  void run_action(const PlannedAction& planned);
+  void dispatch(Stage& stage, StageFlight& flight, const Action& action);
+
+  void forward(Stage& stage, StageFlight& flight, int microbatch);
+  bool take_inputs(Stage& stage, StageFlight& flight, int microbatch, Message& input);
+  void give_outputs(Stage& stage, StageFlight& flight, int microbatch);
+  void take_gradients(Stage& stage, StageFlight& flight, int microbatch);
+  void give_gradients(Stage& stage, StageFlight& flight, int microbatch);
+  at::Tensor loss_gradient(const at::Tensor& loss, int microbatch);
+  void warn_if_unsplit(Stage& stage, const StageFlight& flight);
+
+  void add_skips(Stage& stage);
+  Message obtain(const Link& link, const MessageKey& key, std::optional<Message>& handed_over);
+  void deliver(const Link& link, Message message);
+  void send_result(const Stage& stage);
+  void end_step();
+  void drop_step() noexcept;
+
+  ExecutorOptions options_;
+  std::vector<Step> plan_;
+  std::vector<Stage> stages_;
+  std::vector<int> index_of_stage_;  // in stages_; -1: another rank's
+  Recorder recorder_;
+
+  // Of the step that is going on.
+  StepOptions step_;
+  std::optional<Action> current_;  // none: not in an action
+  int num_last_forwards_ = 0;
+  std::optional<Message> result_;
+  StageOutput output_;
+  std::vector<at::Tensor> gradients_;  // that backward starts with
+  at::Tensor loss_gradient_;
+  double loss_gradient_value_ = 0.0;
+  std::vector<ReceivedEdge> received_;  // by the forward that is going on
+};
+
+}  // namespace pydist

@@ -1,0 +1,132 @@
+"""Owns what one step of a pipeline is given, and what it returns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pydist._keywords import KeywordRoutes
+from pydist._microbatches import Microbatches, Slicer, merge_outputs, shares, target_weights
+from pydist.errors import UsageError
+
+Loss = Callable[[Any, Any], Tensor]
+Metrics = Callable[[Any, Any], Mapping[str, Any]]
+
+
+class ScalesLoss(Protocol):
+    """torch.amp.GradScaler, or pydist.GradScaler."""
+
+    def get_scale(self) -> float: ...
+
+
+class StepResult(NamedTuple):
+    """What step() and evaluate() return where more than the loss is asked for.
+
+    loss: detached, the same on every rank.
+    metrics: by name, weighted like the loss; the same on every rank. None if not asked for.
+    outputs: of the last stage, for the whole batch, detached; None on other ranks, or if not asked
+        for.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Any] | None
+    outputs: Any
+
+
+# Stands where a microbatch has no output.
+_ABSENT = object()
+
+
+class StepInputs:
+    """One step's arguments on this rank."""
+
+    def __init__(
+        self,
+        slicer: Slicer,
+        routes: KeywordRoutes,
+        given: tuple[tuple[Any, ...], dict[str, Any], Any],
+        local_stages: Sequence[int],
+    ) -> None:
+        args, kwargs, target = given
+        routes.check(kwargs)
+        self.cut: Microbatches = slicer.cut(args, kwargs, target)
+        self.keywords = {
+            stage: [routes.of_stage(stage, some) for some in self.cut.kwargs]
+            for stage in local_stages
+            if kwargs
+        }
+
+    @property
+    def num_present(self) -> int:
+        """Microbatches that have rows; -1 where nothing given on this rank tells."""
+        return -1 if self.cut.rows is None else self.cut.num_present
+
+    def weights(
+        self, reduction: str, loss_weight: Callable[[Any], Any] | None
+    ) -> list[float]:
+        """Of each microbatch that is present, in the loss of the batch."""
+        if reduction == "sum":
+            return [1.0] * self.cut.num_present
+        if loss_weight is not None:
+            return shares(target_weights(loss_weight, self.cut.targets))
+        return self.cut.row_weights()
+
+
+def scale_of(loss_scale: "float | ScalesLoss") -> float:
+    """The number that gradients are multiplied with."""
+    if isinstance(loss_scale, (int, float)):
+        return float(loss_scale)
+    if hasattr(loss_scale, "get_scale"):
+        return float(loss_scale.get_scale())
+    raise UsageError(
+        f"loss_scale is {type(loss_scale).__name__}; expected a number or a GradScaler"
+    )
+
+
+class Total:
+    """Sums losses and metrics of microbatches; the executor calls it once all are there."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = weights
+
+    def __call__(
+        self, losses: list[Tensor | None], metrics: list[Mapping[str, Any]] | None
+    ) -> tuple[Tensor, dict[str, Any] | None]:
+        """In ascending order of microbatches, as one process would."""
+        # Zero times the mean of nothing is not a number: a microbatch that weighs nothing is out.
+        counted = [
+            (weight, index)
+            for index, (weight, loss) in enumerate(zip(self._weights, losses, strict=False))
+            if weight != 0 and loss is not None
+        ]
+        with torch.no_grad():
+            loss = self._sum([(weight, losses[index]) for weight, index in counted])
+            if loss is None:
+                loss = torch.zeros_like(next(each for each in losses if each is not None))
+            if metrics is None:
+                return loss.reshape(()), None
+            names = dict.fromkeys(name for _, index in counted for name in metrics[index])
+            return loss.reshape(()), {
+                name: self._sum([(w, metrics[i][name]) for w, i in counted if name in metrics[i]])
+                for name in names
+            }
+
+    @staticmethod
+    def _sum(terms: Sequence[tuple[float, Any]]) -> Any:
+        total = None
+        for weight, value in terms:
+            term = value * weight
+            total = term if total is None else total + term
+        return total
+
+
+class Outputs:
+    """Collects the last stage's outputs."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.by_microbatch: list[Any] = [_ABSENT] * num_microbatches
+
+    def merged(self, chunk_dim: int) -> Any:
+        """Those that are there, as one."""
+        return merge_outputs([o for o in self.by_microbatch if o is not _ABSENT], chunk_dim)

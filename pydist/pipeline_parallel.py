@@ -1,0 +1,249 @@
+"""Owns PipelineParallel: a model whose stages are on several ranks, trained by a schedule."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pydist._balance import Balance
+from pydist._C import StepKind
+from pydist._engine import check_group, group_engine
+from pydist._partition import ModuleSource
+from pydist._pipeline_build import PipelineSettings, build_pipeline
+from pydist._pipeline_step import (
+    Loss,
+    Metrics,
+    Outputs,
+    ScalesLoss,
+    StepInputs,
+    StepResult,
+    Total,
+    scale_of,
+)
+from pydist.errors import UsageError
+from pydist.schedule import Schedule
+
+
+class PipelineParallel(nn.Module):
+    """Trains a model whose stages are on several ranks; gradients are those of the unsplit model.
+
+    Args:
+        module: an nn.Sequential, which is split into stages, or a list with one module (or
+            zero-argument callable that makes it, called for local stages only) per stage. In a
+            list, a stage's output is the next one's argument; a tuple becomes positional arguments.
+        num_microbatches: pieces that each batch is cut into.
+        loss_fn: loss_fn(output, target) -> tensor with one element, for one microbatch.
+        schedule: a name of pydist.schedule.kinds(), or a Schedule.
+        stages_per_rank: 2 for interleaved and V kinds, else 1, unless given.
+        balance: layers of each stage, or "uniform", or "parameters" (the default).
+        chunk_dim: the dimension that batches are cut along: one for all, or by argument name
+            ("target" for the target; 0 for those not named).
+        replicate: names of arguments that every microbatch gets whole.
+        loss_reduction: what loss_fn does over the rows of a batch: "mean" or "sum".
+        loss_weight: loss_weight(target) -> number, what a microbatch weighs in the mean: the number
+            of valid tokens, say. By default its number of rows.
+        process_group: the ranks of the pipeline; default: all.
+
+    Raises:
+        UsageError: the model, the schedule and the ranks do not fit each other.
+        MismatchError: ranks were given different settings; on every rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential | Sequence[ModuleSource],
+        num_microbatches: int,
+        loss_fn: Loss | None = None,
+        schedule: str | Schedule = "1f1b",
+        stages_per_rank: int | None = None,
+        balance: Balance | None = None,
+        chunk_dim: int | Mapping[str, int] = 0,
+        replicate: Sequence[str] = (),
+        loss_reduction: str = "mean",
+        loss_weight: Callable[[Any], Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        check_group(process_group)
+        self._engine = group_engine(process_group)
+        settings = PipelineSettings(
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            balance=balance,
+            chunk_dim=chunk_dim,
+            replicate=replicate,
+            loss_reduction=loss_reduction,
+        )
+        self._parts = build_pipeline(self._engine, type(self).__name__, module, settings)
+        self.loss_fn = loss_fn
+        self.loss_weight = loss_weight
+        self._settings = settings
+        self._num_steps = 0
+        # Under their names in the unsplit model; not by add_module, which refuses some of these.
+        self._modules.update(self._parts.local_layers)
+
+    # -- what is where --------------------------------------------------------------------------
+
+    @property
+    def schedule(self) -> Schedule:
+        """The actions of all ranks."""
+        return self._parts.schedule
+
+    @property
+    def local_stages(self) -> dict[int, nn.Module]:
+        """The stages that this rank holds, by index."""
+        return dict(self._parts.local_stages)
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether this rank needs the batch."""
+        return 0 in self._parts.local_stages
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank needs the target."""
+        return self._parts.schedule.num_stages - 1 in self._parts.local_stages
+
+    def train(self, mode: bool = True) -> "PipelineParallel":
+        """Sets the mode of the local stages. Not collective."""
+        super().train(mode)
+        for stage in self._parts.local_stages.values():
+            stage.train(mode)
+        return self
+
+    # -- running --------------------------------------------------------------------------------
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        metrics: Metrics | None = None,
+        return_outputs: bool = False,
+        loss_scale: float | ScalesLoss = 1.0,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward and backward of one batch; gradients add up in ``.grad``. Collective.
+
+        The first stage's rank needs the batch (``args``), the last one's the target; others may
+        pass None or nothing. Keyword arguments go to every stage whose forward names them, and
+        must be given on these stages' ranks.
+
+        Args:
+            metrics: metrics(output, target) -> dict of numbers or tensors, for one microbatch,
+                without gradients; they are summed with the loss's weights.
+            return_outputs: also return the last stage's outputs, on its rank.
+            loss_scale: a number or GradScaler that gradients are multiplied with; the loss that is
+                returned is not.
+
+        Returns:
+            The loss, detached, on every rank; or a StepResult where `metrics` or `return_outputs`
+            are given.
+
+        Raises:
+            What a stage, the loss or backward raised here, with a note that names the action;
+            PeerError where that happened on another rank. The next step works.
+        """
+        if not torch.is_grad_enabled():
+            raise UsageError("step() needs gradients; within no_grad() call evaluate()")
+        self._num_steps += 1
+        return self._run_with_loss(
+            StepKind.TRAIN, (args, kwargs, target), metrics, return_outputs, loss_scale
+        )
+
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        metrics: Metrics | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """The loss of one batch as `step` returns it, without backward. Collective."""
+        return self._run_with_loss(
+            StepKind.EVALUATE, (args, kwargs, target), metrics, return_outputs, 1.0
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of one batch, without gradients, on the last stage's rank; None on others.
+
+        Collective.
+        """
+        outputs = Outputs(self._settings.num_microbatches)
+        self._run(StepKind.FORWARD, (args, kwargs, None), {"outputs": outputs.by_microbatch})
+        return outputs.merged(self._output_dim) if self.has_last_stage else None
+
+    def _run_with_loss(
+        self,
+        kind: StepKind,
+        given: tuple[tuple[Any, ...], dict[str, Any], Any],
+        metrics: Metrics | None,
+        return_outputs: bool,
+        loss_scale: float | ScalesLoss,
+    ) -> Any:
+        outputs = Outputs(self._settings.num_microbatches)
+        loss, totals = self._run(
+            kind,
+            given,
+            {
+                "loss_fn": self.loss_fn,
+                "metrics": metrics,
+                "outputs": outputs.by_microbatch if return_outputs else None,
+            },
+            loss_scale,
+        )
+        if metrics is None and not return_outputs:
+            return loss
+        merged = return_outputs and self.has_last_stage
+        return StepResult(loss, totals, outputs.merged(self._output_dim) if merged else None)
+
+    def _run(
+        self,
+        kind: StepKind,
+        given: tuple[tuple[Any, ...], dict[str, Any], Any],
+        python: dict[str, Any],
+        loss_scale: float | ScalesLoss = 1.0,
+    ) -> Any:
+        executor = self._parts.executor
+        try:
+            inputs, weights = self._prepare(kind, given)
+            scale = scale_of(loss_scale)
+        except BaseException as error:
+            executor.refuse(kind, f"{type(error).__name__}: {error}")
+            raise
+        return executor.run(
+            kind=kind,
+            step=self._num_steps,
+            num_present=inputs.num_present,
+            loss_gradients=[weight * scale for weight in weights],
+            python={
+                "arguments": inputs.cut.args,
+                "keywords": inputs.keywords or None,
+                "targets": inputs.cut.targets,
+                "finish": Total(weights),
+                "before_end": inputs.cut.check_unchanged,
+                "loss_fn": None,
+                "metrics": None,
+                **python,
+            },
+        )
+
+    def _prepare(
+        self, kind: StepKind, given: tuple[tuple[Any, ...], dict[str, Any], Any]
+    ) -> tuple[StepInputs, list[float]]:
+        args, kwargs, _ = given
+        if self.has_first_stage and not kwargs and all(arg is None for arg in args):
+            raise UsageError("this rank holds the first stage, which needs the batch; got None")
+        parts = self._parts
+        inputs = StepInputs(parts.slicer, parts.routes, given, list(parts.local_stages))
+        if kind is StepKind.FORWARD or not self.has_last_stage:
+            return inputs, []
+        if self.loss_fn is None:
+            raise UsageError("PipelineParallel was made without loss_fn, which a loss needs")
+        return inputs, inputs.weights(self._settings.loss_reduction, self.loss_weight)
+
+    @property
+    def _output_dim(self) -> int:
+        return self._parts.slicer.dim("output")
