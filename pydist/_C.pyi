@@ -175,6 +175,8 @@ class PipelineExecutor:
         step: int,
         num_present: int,
         loss_gradients: list[float],
+        reducers: dict[int, Reducer],
+        averages: bool,
         python: dict[str, Any],
     ) -> Any: ...
     def refuse(self, kind: StepKind, cause: str) -> None: ...
