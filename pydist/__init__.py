@@ -31,6 +31,7 @@ from pydist.collectives import (
     symmetric_empty,
 )
 from pydist.data_parallel import DataParallel
+from pydist.pipeline_parallel import PipelineParallel
 from pydist.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "HostError",
     "MismatchError",
     "PeerError",
+    "PipelineParallel",
     "ResourceError",
     "SyncBatchNorm",
     "TimeoutError",

@@ -62,9 +62,7 @@ class StepInputs:
         """Microbatches that have rows; -1 where nothing given on this rank tells."""
         return -1 if self.cut.rows is None else self.cut.num_present
 
-    def weights(
-        self, reduction: str, loss_weight: Callable[[Any], Any] | None
-    ) -> list[float]:
+    def weights(self, reduction: str, loss_weight: Callable[[Any], Any] | None) -> list[float]:
         """Of each microbatch that is present, in the loss of the batch."""
         if reduction == "sum":
             return [1.0] * self.cut.num_present

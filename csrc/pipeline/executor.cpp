@@ -73,6 +73,7 @@ std::optional<Message> Executor::run(const StepOptions& options) {
   step_ = options;
   recorder_.begin_step();
   current_.reset();
+  num_last_forwards_ = 0;
   try {
     if (options_.channel != nullptr) options_.channel->begin_step(step_.kind);
     run_actions();
@@ -372,7 +373,6 @@ void Executor::drop_step() noexcept {
   gradients_.clear();
   output_ = {};
   result_.reset();
-  num_last_forwards_ = 0;
   open_rounds_.clear();
 }
 

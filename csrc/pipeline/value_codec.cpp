@@ -263,7 +263,7 @@ class Decoder {
   Decoder(std::string_view bytes, const std::vector<Slot>& slots) : bytes_(bytes), slots_(slots) {}
 
   PyObject* value() {
-    switch (bytes_.at(at_++)) {
+    switch (take(1).front()) {
       case kTensor: return checked(THPVariable_Wrap(slots_.at(number()).tensor));
       case kNone: return Py_NewRef(Py_None);
       case kTrue: return Py_NewRef(Py_True);
@@ -290,24 +290,25 @@ class Decoder {
   uint64_t number() {
     uint64_t result = 0;
     for (int shift = 0;; shift += 7) {
-      const auto byte = static_cast<unsigned char>(bytes_.at(at_++));
+      const auto byte = static_cast<unsigned char>(take(1).front());
       result |= static_cast<uint64_t>(byte & 0x7f) << shift;
       if (byte < 0x80) return result;
     }
   }
 
-  std::string_view raw() {
-    const size_t nbytes = number();
+  std::string_view take(size_t nbytes) {
     const std::string_view found = bytes_.substr(at_, nbytes);
+    PYDIST_CHECK(found.size() == nbytes, Error, "a message between stages ends too early");
     at_ += nbytes;
     return found;
   }
 
+  std::string_view raw() { return take(number()); }
+
   template <class Plain>
   Plain plain() {
     Plain result{};
-    std::memcpy(&result, bytes_.substr(at_, sizeof result).data(), sizeof result);
-    at_ += sizeof result;
+    std::memcpy(&result, take(sizeof result).data(), sizeof result);
     return result;
   }
 
