@@ -67,7 +67,11 @@ class PipelineParts:
 
 
 def build_pipeline(
-    engine: Engine, model_name: str, model: _Model, settings: PipelineSettings
+    engine: Engine,
+    model_name: str,
+    model: _Model,
+    settings: PipelineSettings,
+    data_parallel_rank: int = 0,
 ) -> PipelineParts:
     """Collective. Raises on every rank where one cannot."""
     with engine.all_or_none(f"making {model_name}"):
@@ -93,7 +97,7 @@ def build_pipeline(
         stages={stage: found.code for stage, found in stages.items()},
         unpacks=not isinstance(model, nn.Sequential),
         base_seed=base_seed % 2**64,
-        data_parallel_rank=0,
+        data_parallel_rank=data_parallel_rank,
     )
     return PipelineParts(
         schedule=plan,

@@ -49,6 +49,7 @@ class StepInputs:
         local_stages: Sequence[int],
     ) -> None:
         args, kwargs, target = given
+        self.total_weight = 0.0  # what loss_weight gave for the whole batch
         routes.check(kwargs)
         self.cut: Microbatches = slicer.cut(args, kwargs, target)
         self.keywords = {
@@ -67,7 +68,9 @@ class StepInputs:
         if reduction == "sum":
             return [1.0] * self.cut.num_present
         if loss_weight is not None:
-            return shares(target_weights(loss_weight, self.cut.targets))
+            weights = target_weights(loss_weight, self.cut.targets)
+            self.total_weight = sum(weights)
+            return shares(weights)
         return self.cut.row_weights()
 
 

@@ -1,6 +1,7 @@
 """Owns PipelineParallel: a model whose stages are on several ranks, trained by a schedule."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import nn
 
 from pydist._balance import Balance
 from pydist._C import StepKind
-from pydist._engine import check_group, group_engine
+from pydist._engine import group_engine
 from pydist._partition import ModuleSource
 from pydist._pipeline_build import PipelineSettings, build_pipeline
+from pydist._pipeline_groups import resolve_pipeline_groups
 from pydist._pipeline_step import (
     Loss,
     Metrics,
@@ -22,6 +24,7 @@ from pydist._pipeline_step import (
     Total,
     scale_of,
 )
+from pydist._stage_reduction import Replicas, StageReduction, replicated
 from pydist.errors import UsageError
 from pydist.schedule import Schedule
 
@@ -45,6 +48,14 @@ class PipelineParallel(nn.Module):
         loss_weight: loss_weight(target) -> number, what a microbatch weighs in the mean: the number
             of valid tokens, say. By default its number of rows.
         process_group: the ranks of the pipeline; default: all.
+        data_parallel_group: the ranks that hold the same stages, one of each of several pipelines
+            that train replicas of the model. Gradients are the mean over them, and replicas start
+            as the first one is. A stage's gradients are averaged around the action that is its last
+            B or W, once a step, while other actions go on.
+        device_mesh: in the place of both groups: a mesh with a dimension "pp", and "dp" for
+            replicas, in any order.
+        data_parallel_options: further arguments of DataParallel, by name, for every stage
+            (bucket_cap_mb, gradient_as_bucket_view, wire_dtype, unused_parameters, ...).
 
     Raises:
         UsageError: the model, the schedule and the ranks do not fit each other.
@@ -64,10 +75,14 @@ class PipelineParallel(nn.Module):
         loss_reduction: str = "mean",
         loss_weight: Callable[[Any], Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        device_mesh: Any = None,
+        *,
+        data_parallel_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        check_group(process_group)
-        self._engine = group_engine(process_group)
+        groups = resolve_pipeline_groups(process_group, data_parallel_group, device_mesh)
+        self._engine = group_engine(groups.pipeline)
         settings = PipelineSettings(
             num_microbatches=num_microbatches,
             schedule=schedule,
@@ -77,7 +92,21 @@ class PipelineParallel(nn.Module):
             replicate=replicate,
             loss_reduction=loss_reduction,
         )
-        self._parts = build_pipeline(self._engine, type(self).__name__, module, settings)
+        name = type(self).__name__
+        with replicated(groups.replicas, name) as data_parallel_rank:
+            self._parts = build_pipeline(self._engine, name, module, settings, data_parallel_rank)
+        self._replicas: Replicas | None = None
+        if groups.replicas is not None:
+            self._replicas = Replicas(
+                self._parts.local_stages,
+                groups.replicas,
+                data_parallel_options,
+                agreed={
+                    "num_microbatches": num_microbatches,
+                    "actions of this rank": self._parts.schedule.actions[self._engine.rank],
+                    "loss_reduction": loss_reduction,
+                },
+            )
         self.loss_fn = loss_fn
         self.loss_weight = loss_weight
         self._settings = settings
@@ -106,6 +135,14 @@ class PipelineParallel(nn.Module):
     def has_last_stage(self) -> bool:
         """Whether this rank needs the target."""
         return self._parts.schedule.num_stages - 1 in self._parts.local_stages
+
+    @property
+    def replicas(self) -> dict[int, StageReduction]:
+        """What averages each local stage's gradients over replicas: a DataParallel, which has
+        report() and register_comm_hook(), and whose forward is not to be called. Empty without
+        replicas.
+        """
+        return {} if self._replicas is None else dict(self._replicas.stages)
 
     def train(self, mode: bool = True) -> "PipelineParallel":
         """Sets the mode of the local stages. Not collective."""
@@ -152,6 +189,17 @@ class PipelineParallel(nn.Module):
         return self._run_with_loss(
             StepKind.TRAIN, (args, kwargs, target), metrics, return_outputs, loss_scale
         )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of steps within are not averaged over replicas; those of the next step outside
+        are, together with what they were added to. Does nothing without replicas.
+        """
+        if self._replicas is None:
+            yield
+            return
+        with self._replicas.no_sync():
+            yield
 
     def evaluate(
         self,
@@ -206,18 +254,23 @@ class PipelineParallel(nn.Module):
         python: dict[str, Any],
         loss_scale: float | ScalesLoss = 1.0,
     ) -> Any:
-        executor = self._parts.executor
-        try:
+        replicas = self._replicas if kind is StepKind.TRAIN else None
+        with self._refusing(kind, replicas, met=False):
             inputs, weights = self._prepare(kind, given)
             scale = scale_of(loss_scale)
-        except BaseException as error:
-            executor.refuse(kind, f"{type(error).__name__}: {error}")
-            raise
-        return executor.run(
+        if replicas is not None:
+            with self._refusing(kind, replicas, met=True):
+                total = replicas.begin_step(inputs.total_weight)
+            if inputs.total_weight:  # else microbatches weigh the same on all replicas
+                factor = inputs.total_weight * replicas.size / total
+                weights = [weight * factor for weight in weights]
+        return self._parts.executor.run(
             kind=kind,
             step=self._num_steps,
             num_present=inputs.num_present,
             loss_gradients=[weight * scale for weight in weights],
+            reducers={} if replicas is None else replicas.reducers(),
+            averages=replicas is not None and replicas.synchronizes,
             python={
                 "arguments": inputs.cut.args,
                 "keywords": inputs.keywords or None,
@@ -229,6 +282,20 @@ class PipelineParallel(nn.Module):
                 **python,
             },
         )
+
+    @contextmanager
+    def _refusing(self, kind: StepKind, replicas: Replicas | None, met: bool) -> Iterator[None]:
+        """Tells all ranks of what raises here, before the step's actions."""
+        try:
+            yield
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            try:
+                self._parts.executor.refuse(kind, text)
+            finally:
+                if replicas is not None:
+                    replicas.refuse(text, met)
+            raise
 
     def _prepare(
         self, kind: StepKind, given: tuple[tuple[Any, ...], dict[str, Any], Any]
