@@ -87,13 +87,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              "Bytes of this process's arena: used, committed, capacity.");
   bind_collective(module);
   bind_reducer(module);
-  bind_stage(module);
   bind_schedule(module);
+  bind_stage(module);
   bind_testing(module);
+  bind_testing_channel(module);
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);
   install_recompute_check();
-  bind_testing_channel(module);
   bind_pipeline(module);
 }
 

@@ -9,8 +9,8 @@ namespace pydist {
 
 void bind_collective(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
-void bind_stage(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
+void bind_stage(pybind11::module_& module);
 void bind_testing(pybind11::module_& module);
 void bind_testing_channel(pybind11::module_& module);
 void bind_testing_cut(pybind11::module_& testing);

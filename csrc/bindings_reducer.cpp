@@ -252,6 +252,18 @@ void bind_reducer(py::module_& module) {
       .def("shadow_round", &Reducer::shadow_round, py::arg("divisor"), py::arg("receives"),
            py::call_guard<py::gil_scoped_release>(),
            "Takes part in a round of the others with zeros; `.grad` become the means if receives.")
+      .def("begin_backward", &Reducer::begin_backward, py::arg("last"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Before one of many backwards that the caller brackets; the last opens the round.")
+      .def("end_backward", &Reducer::end_backward, py::call_guard<py::gil_scoped_release>(),
+           "After it; the last one's publishes what is missing, and does not wait.")
+      .def("progress", &Reducer::progress, py::call_guard<py::gil_scoped_release>(),
+           "Reduces what all ranks have published so far.")
+      .def("finish_round", &Reducer::finish_round, py::call_guard<py::gil_scoped_release>(),
+           "Waits until the bracketed round's means are in `.grad`.")
+      .def("give_up", &Reducer::give_up, py::arg("reason"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Ends the bracketed round, open or still to come, on all ranks, for good.")
       .def("detach_hooks", &Reducer::detach_hooks, "Removes every hook; the module may live on.")
       .def("published", &Reducer::published, "Units handed to the round since the last one began.")
       .def("replace", &Reducer::replace, py::arg("index"), py::arg("parameter"),
@@ -286,6 +298,8 @@ void bind_reducer(py::module_& module) {
                              "True if gradients of backwards since the last round are waiting.")
       .def_property_readonly("ever_changed", &Reducer::ever_changed,
                              "True if some round used other parameters than the first.")
+      .def_property_readonly("has_failed", &Reducer::has_failed,
+                             "True if no further round is possible, as far as this rank knows.")
       .def_property_readonly("is_open", &Reducer::is_open, "True while a round is going on.")
       .def("call_after_round", &Reducer::call_after_round, py::arg("action"),
            "Runs action() once, at the end of the next round.")

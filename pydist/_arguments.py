@@ -87,7 +87,7 @@ def resolve_devices(
             "DataParallel's input module must be on the same type of devices, but its parameters "
             f"are on {sorted(types)}"
         )
-    device = parameters[0].device
+    device = parameters[0].device if parameters else torch.device("cpu")
     multi = len(devices) > 1
     if device_ids and device.type != "cpu" and not multi:
         first = _device_index(device_ids[0])

@@ -138,12 +138,15 @@ class Wrapping(TorchSurface):
             if parameter.is_floating_point() or parameter.is_complex():
                 names.append(name)
                 parameters.append(parameter)
+        self._check_trainable(parameters)
+        return names, parameters
+
+    def _check_trainable(self, parameters: list[torch.Tensor]) -> None:
         if not any(parameter.requires_grad for parameter in parameters):
             raise UsageError(
                 "DataParallel is not needed when a module doesn't have any parameters "
                 "that require a gradient."
             )
-        return names, parameters
 
     def _state(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Kind, name and tensor of all that ranks must agree on."""

@@ -40,6 +40,8 @@ DType wire_dtype(DType own, std::optional<DType> wire) {
   return wire && dtype_nbytes(*wire) < dtype_nbytes(own) ? *wire : own;
 }
 
+constexpr const char* kUnused = "not used here";
+
 bool has_buckets_only(const ReducerOptions& options) {
   return options.bucket_view || options.comm_hook;
 }
@@ -168,13 +170,22 @@ class LocalGuard {
 
 void Reducer::guard(const std::function<void()>& action) {
   try {
+    failing_together(action);
+  } catch (const Error&) {
+    rethrow_through_autograd(std::current_exception());
+  }
+}
+
+// What is not our own error, as an interrupt, is told to peers by whoever owns the backward.
+void Reducer::failing_together(const std::function<void()>& action) {
+  try {
     action();
   } catch (const UsageError& error) {
     abandon_if_open(error);
-    rethrow_through_autograd(std::make_exception_ptr(named(error)));
+    throw named(error);
   } catch (const Error& error) {
     abandon_if_open(error);
-    rethrow_through_autograd(std::current_exception());
+    throw;
   }
 }
 
@@ -329,24 +340,25 @@ void Reducer::open_gate(const std::vector<at::Tensor>& incoming) {
 
 // All of the parameter's unit is ready.
 void Reducer::publish_ready(int index, const std::vector<at::Tensor>& incoming) {
-  Parameter& parameter = parameters_[index];
-  const int unit = parameter.unit;
+  const int unit = parameters_[index].unit;
   if (states_[unit].late || publish_late_) return;
-  if (!units_[unit].alone) {
-    publish_packed(unit, bucket_reason());
-    return;
-  }
+  if (const char* reason = publish_in_place(unit, incoming)) publish_packed(unit, reason);
+}
+
+// Null if the unit is published, else why it has to be packed.
+const char* Reducer::publish_in_place(int unit, const std::vector<at::Tensor>& incoming) {
+  if (!units_[unit].alone) return bucket_reason();
+  Parameter& parameter = parameters_[units_[unit].members.front().parameter];
   const at::Tensor& gradient = parameter.variable.grad();
-  if (const char* reason = why_not_in_place(parameter, gradient, incoming)) {
-    publish_packed(unit, reason);
-    return;
-  }
+  if (!gradient.defined() || gradient.layout() != at::kStrided) return kUnused;
+  if (const char* reason = why_not_in_place(parameter, gradient, incoming)) return reason;
   UnitState& state = states_[unit];
   state.in_place = gradient.data_ptr();
   hand_over(parameter, gradient, true);
   Arena::instance().pin(state.in_place);
   counters_.born_nbytes += parameter.nbytes;
   publish(unit, state.in_place);
+  return nullptr;
 }
 
 void Reducer::publish_packed(int unit, const char* reason) {
@@ -366,12 +378,15 @@ void Reducer::publish_missing(const Bitmap* wanted) {
   for (size_t u = 0; u < units_.size(); ++u) {
     if (states_[u].published || (wanted == nullptr && states_[u].late)) continue;
     bool any = wanted == nullptr;
-    bool ready = false;
+    bool used = false;  // maybe in an earlier backward
     for (const Member& member : units_[u].members) {
       any = any || wanted->test(member.parameter);
-      ready = ready || parameters_[member.parameter].ready;
+      used = used || record_.used.test(member.parameter);
     }
-    if (any) publish_packed(static_cast<int>(u), ready ? bucket_reason() : "not used here");
+    if (!any) continue;
+    const int unit = static_cast<int>(u);
+    const char* reason = used ? publish_in_place(unit, {}) : kUnused;
+    if (reason != nullptr) publish_packed(unit, reason);
   }
 }
 

@@ -114,6 +114,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_divisor(int divisor) { divisor_ = divisor; }
   // Runs at the end of each backward, before this rank waits for the others; empty: nothing.
   void set_before_end(std::function<void()> action) { before_end_ = std::move(action); }
+  // Rounds around the last of many backwards, which the caller brackets (reducer_brackets.cpp).
+  // Errors reach the peers, as those of the hooks do.
+  void begin_backward(bool last);
+  void end_backward();
+  void progress();
+  void finish_round();
+  // No further round is possible, as far as this rank knows.
+  bool has_failed() const;
+  // The caller will not go on with the round, be it open or still to come; peers raise PeerError
+  // with `reason`, a whole sentence. For good.
+  void give_up(const std::string& reason) noexcept;
+
   // Takes part in a round of the others, without a backward and with zeros for gradients. `.grad`
   // stay as they are, unless the rank `receives` the means like the others.
   void shadow_round(int divisor, bool receives);
@@ -195,6 +207,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
 
   static bool accumulates(const Parameter& parameter, const std::vector<at::Tensor>& incoming);
+  void failing_together(const std::function<void()>& action);
   void abandon_if_open(const Error& error) noexcept;
   UsageError named(const UsageError& error) const;
   void defer_hook(int index);
@@ -208,9 +221,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void open_round(bool by_output);
   void begin_round(int divisor);
   void close_round();
+  void settle_round();
   void abandon_round(const std::string& reason) noexcept;
+  void drop_round(const std::string& reason) noexcept;
   void open_gate(const std::vector<at::Tensor>& incoming);
   void publish_ready(int index, const std::vector<at::Tensor>& incoming);
+  const char* publish_in_place(int unit, const std::vector<at::Tensor>& incoming);
   const char* bucket_reason() const {
     if (options_.comm_hook) return "communication hook";
     return options_.bucket_view ? "bucket view" : "small";

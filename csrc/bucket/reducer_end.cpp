@@ -15,6 +15,11 @@ namespace pydist {
 void Reducer::close_round() {
   expected_.disarm();
   stats_.close(monotonic_ns());
+  settle_round();
+}
+
+// No gradient comes any more.
+void Reducer::settle_round() {
   if (!shadows_) announce_end();
   if (!shadows_) record_.trainable = trainable();
   record_.whole = by_output_ ? 1 : 0;
@@ -127,11 +132,15 @@ void Reducer::shadow_round(int divisor, bool receives) {
 }
 
 void Reducer::abandon_round(const std::string& reason) noexcept {
+  drop_round(concat(round_->describe(round_->rank()), " ", reason, " of ", options_.name));
+}
+
+void Reducer::drop_round(const std::string& reason) noexcept {
   marks_.finished();
   expected_.disarm();
   open_ = false;
   if (in_forked_child()) return;
-  round_->fail(concat(round_->describe(round_->rank()), " ", reason, " of ", options_.name));
+  round_->fail(reason);
   release_pins(round_->drain());
   for (Parameter& parameter : parameters_) {
     if (parameter.aside.defined()) parameter.variable.mutable_grad() = std::move(parameter.aside);

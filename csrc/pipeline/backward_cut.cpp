@@ -1,5 +1,6 @@
 #include "pipeline/backward_cut.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -35,6 +36,27 @@ void run_engine(const edge_list& roots, const variable_list& gradients, bool kee
 
 int64_t version_of(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? tensor._version() : 0;
+}
+
+// Where W begins: gives each node of the boundary what arrived there in I. The engine's own root
+// knows no undefined gradients; here they are passed on as in a whole backward, in which a node
+// runs (and its hooks, and those of what lies below it) even if nothing arrived.
+class WeightRoot final : public Node {
+ public:
+  WeightRoot(edge_list&& edges, variable_list&& gradients)
+      : Node(std::move(edges)), gradients_(std::move(gradients)) {}
+  variable_list apply(variable_list&&) override { return std::exchange(gradients_, {}); }
+
+ private:
+  variable_list gradients_;
+};
+
+// What starts it, on the device and stream of what it gives.
+at::Tensor starter(const variable_list& gradients) {
+  for (const at::Tensor& gradient : gradients) {
+    if (gradient.defined()) return at::empty({0}, gradient.options().layout(at::kStrided));
+  }
+  return at::empty({0});
 }
 
 void forget_hooks(Node& node) {
@@ -193,7 +215,11 @@ void StageBackward::weight() {
       roots.add(Edge(kept.node, static_cast<uint32_t>(i)), kept.gradients[i]);
     }
   }
-  if (!roots.edges.empty()) run_engine(roots.edges, roots.gradients, false, {});
+  if (roots.edges.empty()) return;
+  const at::Tensor start = starter(roots.gradients);
+  const NodePtr root = make_node<WeightRoot>(std::move(roots.edges), std::move(roots.gradients));
+  root->add_input_metadata(start);
+  run_engine({Edge(root, 0)}, {start}, false, {});
 }
 
 std::vector<at::Tensor> StageBackward::input_gradients() {

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "pipeline/graph_cut.h"
+#include "pipeline/node_pointer.h"
 #include "pipeline/received_edge.h"
 
 namespace pydist {
