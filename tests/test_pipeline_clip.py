@@ -76,7 +76,7 @@ def many_gradients(rank: int, world_size: int) -> None:
 
 
 def test_norms_are_added_in_the_unsplit_model_s_order(pool2: RankPool) -> None:
-    """Stages 0 and 2 are on one rank, 1 and 3 on the other: adding rank by rank gives other bits."""
+    """Stages 0 and 2 are on one rank, 1 and 3 on the other: rank by rank gives other bits."""
     pool2.run(many_gradients)
 
 

@@ -339,7 +339,7 @@ def test_options_that_name_nothing() -> None:
     """A misspelt mask would be cut, and a misspelt dimension be another one."""
     routes = KeywordRoutes({0: frozenset({"mask"}), 1: frozenset({"scale"})})
     routes.check_options(["x"], replicate=("mask",), chunk_dim={"x": 1, "target": 0})
-    with pytest.raises(UsageError, match="replicate names maks, .* name mask, scale, target, x"):
+    with pytest.raises(UsageError, match=r"replicate names maks, .* name mask, scale, target, x"):
         routes.check_options(["x"], replicate=("maks",))
     with pytest.raises(UsageError, match="chunk_dim names y, which no stage"):
         routes.check_options(["x"], replicate=(), chunk_dim={"y": 1})
