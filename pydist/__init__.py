@@ -31,12 +31,14 @@ from pydist.collectives import (
     symmetric_empty,
 )
 from pydist.data_parallel import DataParallel
+from pydist.grad_scaler import GradScaler
 from pydist.pipeline_parallel import PipelineParallel
 from pydist.skip import skippable
 from pydist.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
     "DataParallel",
+    "GradScaler",
     "HostError",
     "MismatchError",
     "PeerError",

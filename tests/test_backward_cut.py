@@ -134,7 +134,10 @@ CUT: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Sequence[Tensor]]]
     "in place first": (lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 2)), ROWS),
     "conv and batch norm": (
         lambda: nn.Sequential(
-            nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.Conv2d(6, 2, 3)
+            nn.Conv2d(4, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(6, 2, 3),
         ),
         IMAGES,
     ),

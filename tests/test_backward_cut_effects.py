@@ -30,7 +30,9 @@ class Opaque(torch.autograd.Function):
     """x @ weight, with what a test wants to do in its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, in_backward: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, in_backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.in_backward = in_backward
         return x @ weight

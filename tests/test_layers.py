@@ -34,7 +34,9 @@ PURE_IN_OTHER_LAYERS = [
     "pipeline/channel_options",
     "pipeline/failure_record",
     "pipeline/schedule",
+    "pipeline/search",
     "pipeline/simulator",
+    "pipeline/state_search",
     "pipeline/validator",
     "pipeline/waiting_cycle",
 ]
@@ -87,9 +89,9 @@ PYTHON_LAYERS = [
     {"_hook_surface"},
     {"data_parallel"},
     {"_pipeline_step", "_stage_reduction"},
-    {"_pipeline_build"},
-    {"pipeline_parallel"},
-    {"__init__"},
+    {"_pipeline_build", "_schedule_command"},
+    {"_cli", "pipeline_parallel"},
+    {"__init__", "__main__"},
 ]
 
 SOURCES = sorted(

@@ -12,11 +12,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import SGD, Adam
 
 from conftest import Transport
-from pydist import PeerError, UsageError
+from pydist import GradScaler, PeerError, UsageError
 from pydist._clip import GradientClip
 from pydist._engine import group_engine
 from pydist._pipeline_state import full_state_dict, load_state_dict
-from pydist.grad_scaler import GradScaler
 from ranks import RankPool
 from reference import assert_same_on_all_ranks, expect_error
 from split_models import Split, loss_of, model
@@ -63,6 +62,22 @@ def test_the_norm_is_that_of_the_unsplit_model(pool2: RankPool, tied: bool, norm
 
 def test_the_norm_on_both_transports(transport: Transport) -> None:
     transport.pool(3).run(clip, True, 2.0, False)
+
+
+def many_gradients(rank: int, world_size: int) -> None:
+    module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
+    split = Split(module, 4)
+    clipper = GradientClip(split)
+    for _ in range(20):
+        for parameter in module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        expected = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
+        assert torch.equal(clipper.clip_grad_norm_(1e6), expected)
+
+
+def test_norms_are_added_in_the_unsplit_model_s_order(pool2: RankPool) -> None:
+    """Stages 0 and 2 are on one rank, 1 and 3 on the other: rank by rank gives other bits."""
+    pool2.run(many_gradients)
 
 
 def some_without(rank: int, world_size: int) -> None:

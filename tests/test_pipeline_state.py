@@ -305,6 +305,25 @@ def test_a_rank_without_parameters_has_no_optimizer(pool2: RankPool) -> None:
         assert group["params"] == list(state["state"])
 
 
+def rates_that_part(rank: int, world_size: int) -> list[dict[str, Any]]:
+    trained = Trained("two_groups", 2)
+    for group in trained.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.5) if rank == 0 else 0.5
+    trained.optimizer.param_groups[1]["weight_decay"] = 0.1 * (rank + 1)
+    state = full_optim_state_dict(trained.split, trained.optimizer)
+    load_optim_state_dict(trained.split, trained.optimizer, state)
+    assert trained.optimizer.param_groups[1]["weight_decay"] == 0.1 * (rank + 1)
+    return state["param_groups"]
+
+
+def test_options_that_differ_between_ranks_are_kept(pool2: RankPool) -> None:
+    """A number and a tensor, or two numbers, are not one group of the whole."""
+    for groups in pool2.run(rates_that_part):
+        assert [group["weight_decay"] for group in groups] == [0.0, 0.0, 0.1, 0.2]
+        assert groups[2]["params"] == ["embedding.weight", "first.weight"]
+        assert groups[3]["params"] == ["second.weight", "third.weight"]
+
+
 def loaded_state_is_a_copy(rank: int, world_size: int) -> None:
     trained = Trained("adam", 2)
     trained.step(0)
@@ -338,7 +357,9 @@ def resume(rank: int, world_size: int, folder: str, optimizer: str, num_stages: 
         for parameter in split.module.parameters():
             parameter.add_(1.0)
     before = [parameter.clone() for parameter in split.local_parameters]
+    rates = [group["lr"] for group in trained.optimizer.param_groups]
     optim = optim_state_dict(split, trained.optimizer, initialize=True)
+    assert [group["lr"] for group in trained.optimizer.param_groups] == rates
     assert all(map(torch.equal, split.local_parameters, before))
     whole = {"model": state_dict(split), "optim": optim}
     dcp.load(whole, checkpoint_id=folder)
