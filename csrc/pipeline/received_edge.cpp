@@ -21,9 +21,7 @@ class ReceivedNode final : public Node {
  public:
   std::string name() const override { return "ReceivedFromStage"; }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    throw UsageError(
-        "a pipeline stage's backward cannot run under compiled autograd; switch "
-        "torch._dynamo.config.compiled_autograd off (the forward may be compiled)");
+    refuse_compiled_autograd();
   }
   // The engine has added up what comes from this backward. There is more than one only where the
   // stage's own forward ran a backward through what it had received.
@@ -40,6 +38,12 @@ class ReceivedNode final : public Node {
 };
 
 }  // namespace
+
+void refuse_compiled_autograd() {
+  throw UsageError(
+      "a pipeline stage's backward cannot run under compiled autograd; switch "
+      "torch._dynamo.config.compiled_autograd off (the forward may be compiled)");
+}
 
 ReceivedEdge::ReceivedEdge(const at::Tensor& data, at::Tensor& received)
     : node_(make_node<ReceivedNode>()) {

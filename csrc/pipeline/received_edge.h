@@ -31,4 +31,7 @@ class ReceivedEdge {
   NodePtr node_;
 };
 
+// For nodes and hooks of a stage's backward, of which compiled autograd would make something else.
+[[noreturn]] void refuse_compiled_autograd();
+
 }  // namespace pydist
