@@ -75,13 +75,15 @@ class PipelineExecutor {
   }
 
   py::object run(StepKind kind, int64_t step, int num_present, std::vector<double> loss_gradients,
+                 std::map<int, std::shared_ptr<Reducer>> reducers, bool averages,
                  const py::dict& python) {
     const auto given = [&](const char* name) { return reference(python[name]); };
     auto shared = std::make_shared<PythonStep>(
         PythonStep{given("arguments"), given("keywords"), given("targets"), given("loss_fn"),
                    given("metrics"), given("finish"), given("outputs")});
     for (const auto& stage : stages_) stage->set_step(shared, num_microbatches_);
-    StepOptions options{kind, step, num_present, std::move(loss_gradients)};
+    StepOptions options{kind,    step, num_present, std::move(loss_gradients), std::move(reducers),
+                        averages};
     const py::object before_end = python["before_end"];
     options.before_end = [&before_end] {
       const py::gil_scoped_acquire gil;
@@ -106,8 +108,8 @@ class PipelineExecutor {
   py::list records() const {
     py::list list;
     for (const ActionRecord& record : executor_->recorder().records()) {
-      list.append(py::make_tuple(record.action.text(), record.start_ns, record.end_ns,
-                                 record.wait_ns));
+      list.append(
+          py::make_tuple(record.action.text(), record.start_ns, record.end_ns, record.wait_ns));
     }
     return list;
   }
@@ -166,7 +168,7 @@ void bind_pipeline(py::module_& module) {
            py::arg("unpacks"), py::arg("base_seed"), py::arg("data_parallel_rank"),
            "`channel` is None where this rank holds all stages.")
       .def("run", &PipelineExecutor::run, py::arg("kind"), py::arg("step"), py::arg("num_present"),
-           py::arg("loss_gradients"), py::arg("python"),
+           py::arg("loss_gradients"), py::arg("reducers"), py::arg("averages"), py::arg("python"),
            "Collective. What `finish` returned on the last stage's rank; None for FORWARD.")
       .def(
           "refuse",

@@ -59,6 +59,9 @@ class StageReduction(DataParallel):
     the stage's backwards begin and end.
     """
 
+    _remedy = "the next step makes a new one, unless a rank has died"
+    _clue = "what did it print last?"
+
     def __init__(
         self,
         module: torch.nn.Module,

@@ -81,6 +81,9 @@ class Channel {
   virtual Message receive(int source, const MessageKey& key, const Describe& describe) = 0;
   // Whether receive() would return at once. Cheap.
   virtual bool has_arrived(int source, const MessageKey& key) = 0;
+  // Returns once nothing that was sent is kept here: so that this rank may wait for others than the
+  // group's. Raises as receive() does.
+  virtual void flush(const Describe& describe) = 0;
   // Returns once all ranks have called it, so that a step fails on all ranks or on none. Raises as
   // receive() does.
   virtual void end_step(const Describe& describe) = 0;

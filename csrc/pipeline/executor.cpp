@@ -15,10 +15,14 @@ namespace {
 
 const char* word(ActionKind kind) {
   switch (kind) {
-    case ActionKind::kForward: return "forward";
-    case ActionKind::kBackward: return "backward";
-    case ActionKind::kInput: return "input backward";
-    case ActionKind::kWeight: return "weight backward";
+    case ActionKind::kForward:
+      return "forward";
+    case ActionKind::kBackward:
+      return "backward";
+    case ActionKind::kInput:
+      return "input backward";
+    case ActionKind::kWeight:
+      return "weight backward";
   }
   return "action";
 }
@@ -98,10 +102,12 @@ void Executor::run_action(const PlannedAction& planned) {
   current_ = action;
   Stage& stage = stages_[index_of_stage_[action.stage]];
   recorder_.begin(action);
-  const bool is_last = planned.completes_gradients;
-  if (is_last && stage.local.before_last_backward) stage.local.before_last_backward();
+  Reducer* const reducer = reducer_of(action);
+  const bool is_last = planned.completes_gradients && step_.averages;
+  if (reducer != nullptr) reducer->begin_backward(is_last);
   dispatch(stage, stage.flights[action.microbatch], action);
-  if (is_last && stage.local.after_last_backward) stage.local.after_last_backward();
+  if (reducer != nullptr) reducer->end_backward();
+  if (reducer != nullptr && is_last) open_rounds_.push_back(reducer);
   recorder_.end();
 }
 
@@ -265,6 +271,9 @@ at::Tensor Executor::loss_gradient(const at::Tensor& loss, int microbatch) {
 Message Executor::obtain(const Link& link, const MessageKey& key,
                          std::optional<Message>& handed_over) {
   if (link.rank != options_.rank) {
+    if (!open_rounds_.empty() && !options_.channel->has_arrived(link.rank, key)) {
+      for (Reducer* reducer : open_rounds_) reducer->progress();
+    }
     return recorder_.waiting([&] {
       return options_.channel->receive(link.rank, key,
                                        [this] { return concat("to run ", where()); });
@@ -307,17 +316,36 @@ void Executor::end_step() {
     result_ = options_.channel->receive(source, {MessageKind::kResult},
                                         [] { return "to return the loss of a step"; });
   }
+  finish_rounds();
   if (options_.channel != nullptr) {
     options_.channel->end_step([] { return "to end the step"; });
   }
+}
+
+Reducer* Executor::reducer_of(const Action& action) const {
+  if (action.kind == ActionKind::kForward) return nullptr;
+  const auto found = step_.reducers.find(action.stage);
+  return found == step_.reducers.end() ? nullptr : found->second.get();
+}
+
+// Ranks of other pipelines are waited for only now. They may depend on what their own pipeline's
+// ranks send, as this one's do on ours, so that nothing of it may be left here. All replicas run
+// the same schedule, and so come to rounds in the same order.
+void Executor::finish_rounds() {
+  if (open_rounds_.empty()) return;
+  if (options_.channel != nullptr) {
+    options_.channel->flush([] { return "before gradients are averaged over replicas"; });
+  }
+  for (Reducer* reducer : std::exchange(open_rounds_, {})) reducer->finish_round();
 }
 
 void Executor::warn_if_unsplit(Stage& stage, const StageFlight& flight) {
   const std::string& reason = flight.backward->why_not_split();
   if (reason.empty() || stage.warned || !options_.warn) return;
   stage.warned = true;
-  options_.warn(concat("the backward of stage ", stage.local.stage,
-                       " cannot be split into I and W, so that B runs in the place of I: ", reason));
+  options_.warn(
+      concat("the backward of stage ", stage.local.stage,
+             " cannot be split into I and W, so that B runs in the place of I: ", reason));
 }
 
 std::string Executor::where() const {
@@ -328,6 +356,7 @@ std::string Executor::where() const {
 }
 
 void Executor::fail(const std::string& reason) noexcept {
+  for (const auto& [stage, reducer] : step_.reducers) reducer->give_up(reason);
   if (options_.channel != nullptr) options_.channel->fail(reason);
 }
 
@@ -348,6 +377,7 @@ void Executor::drop_step() noexcept {
   gradients_.clear();
   output_ = {};
   result_.reset();
+  open_rounds_.clear();
 }
 
 }  // namespace pydist

@@ -13,11 +13,13 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "bucket/reducer.h"
 #include "pipeline/channel.h"
 #include "pipeline/lowering.h"
 #include "pipeline/recorder.h"
@@ -32,9 +34,6 @@ struct LocalStage {
   std::shared_ptr<StageCode> code;
   std::vector<Link> skips_in = {};
   std::vector<Link> skips_out = {};
-  // Around the last B or W of a training step; each may be empty.
-  std::function<void()> before_last_backward = nullptr;
-  std::function<void()> after_last_backward = nullptr;
 };
 
 struct ExecutorOptions {
@@ -56,6 +55,9 @@ struct StepOptions {
   int num_present = 0;
   // Of the last stage's rank: the gradient of the total with respect to each microbatch's loss.
   std::vector<double> loss_gradients = {};
+  // By stage, of a training step: what averages its gradients over the pipeline's replicas.
+  std::map<int, std::shared_ptr<Reducer>> reducers = {};
+  bool averages = true;  // else gradients stay this pipeline's own, until a later step
   // Called after this rank's last action, before the step ends on all ranks; may be empty.
   std::function<void()> before_end = nullptr;
 };
@@ -104,6 +106,8 @@ class Executor {
   Message obtain(const Link& link, const MessageKey& key, std::optional<Message>& handed_over);
   void deliver(const Link& link, Message message);
   void send_result(const Stage& stage);
+  Reducer* reducer_of(const Action& action) const;
+  void finish_rounds();
   void end_step();
   void drop_step() noexcept;
 
@@ -118,6 +122,7 @@ class Executor {
   std::optional<Action> current_;  // none: before the first or after the last one
   bool has_ended_ = false;         // after the last one
   int num_last_forwards_ = 0;
+  std::vector<Reducer*> open_rounds_;  // in the order in which stages were complete
   std::optional<Message> result_;
   StageOutput output_;
   std::vector<at::Tensor> gradients_;  // that backward starts with
