@@ -262,6 +262,7 @@ class PipelineExecutor:
         channel: Channel | None,
         stages: dict[int, Callable[..., Any]],
         unpacks: bool,
+        portals: list[tuple[int, str, int, int]],
         base_seed: int | None,
         data_parallel_rank: int,
     ) -> None: ...
@@ -269,8 +270,10 @@ class PipelineExecutor:
         self,
         kind: StepKind,
         step: int,
-        num_present: int,
+        num_rows: list[int] | None,
         loss_gradients: list[float],
+        reducers: dict[int, Reducer],
+        averages: bool,
         python: dict[str, Any],
     ) -> Any: ...
     def refuse(self, kind: StepKind, cause: str) -> None: ...

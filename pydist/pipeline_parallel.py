@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pydist._auto_schedule import AutoSchedule
 from pydist._balance import Balance
 from pydist._C import StepKind
 from pydist._engine import check_group, group_engine
 from pydist._partition import ModuleSource
-from pydist._pipeline_build import PipelineSettings, build_pipeline
+from pydist._pipeline_build import AUTO, PipelineSettings, build_pipeline
+from pydist._pipeline_state_surface import PipelineState
 from pydist._pipeline_step import (
     Loss,
     Metrics,
@@ -26,7 +28,7 @@ from pydist.errors import UsageError
 from pydist.schedule import Schedule
 
 
-class PipelineParallel(nn.Module):
+class PipelineParallel(PipelineState):
     """Trains a model whose stages are on several ranks; gradients are those of the unsplit model.
 
     Args:
@@ -35,7 +37,8 @@ class PipelineParallel(nn.Module):
             list, a stage's output is the next one's argument; a tuple becomes positional arguments.
         num_microbatches: pieces that each batch is cut into.
         loss_fn: loss_fn(output, target) -> tensor with one element, for one microbatch.
-        schedule: a name of pydist.schedule.kinds(), or a Schedule.
+        schedule: a name of pydist.schedule.kinds(), or a Schedule. "auto" times the stages in the
+            first three steps, and then takes what is best for these times.
         stages_per_rank: 2 for interleaved and V kinds, else 1, unless given.
         balance: layers of each stage, or "uniform", or "parameters" (the default).
         chunk_dim: the dimension that batches are cut along: one for all, or by argument name
@@ -45,6 +48,11 @@ class PipelineParallel(nn.Module):
         loss_weight: loss_weight(target) -> number, what a microbatch weighs in the mean: the number
             of valid tokens, say. By default its number of rows.
         process_group: the ranks of the pipeline; default: all.
+        tied: groups of names of parameters that are one in the unsplit model, one in each of
+            several stages, for stages that callables make; others are found.
+        deferred_batch_norm: BatchNorm layers update their running statistics once a step, from all
+            microbatches as if they had been one.
+        example_input: the input of one microbatch, on every rank, for balance="time".
 
     Raises:
         UsageError: the model, the schedule and the ranks do not fit each other.
@@ -64,6 +72,10 @@ class PipelineParallel(nn.Module):
         loss_reduction: str = "mean",
         loss_weight: Callable[[Any], Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
+        *,
+        tied: Sequence[Sequence[str]] = (),
+        deferred_batch_norm: bool = False,
+        example_input: Any = None,
     ) -> None:
         super().__init__()
         check_group(process_group)
@@ -76,6 +88,9 @@ class PipelineParallel(nn.Module):
             chunk_dim=chunk_dim,
             replicate=replicate,
             loss_reduction=loss_reduction,
+            tied=tied,
+            deferred_batch_norm=deferred_batch_norm,
+            example_input=example_input,
         )
         self._parts = build_pipeline(self._engine, type(self).__name__, module, settings)
         self.loss_fn = loss_fn
@@ -84,6 +99,10 @@ class PipelineParallel(nn.Module):
         self._num_steps = 0
         # Under their names in the unsplit model; not by add_module, which refuses some of these.
         self._modules.update(self._parts.local_layers)
+        self._split_model = self._parts
+        self._aliases = frozenset(map(id, self._parts.aliases))
+        self._clip = None
+        self._auto = AutoSchedule(self._engine, num_microbatches) if schedule == AUTO else None
 
     # -- what is where --------------------------------------------------------------------------
 
@@ -149,9 +168,15 @@ class PipelineParallel(nn.Module):
         if not torch.is_grad_enabled():
             raise UsageError("step() needs gradients; within no_grad() call evaluate()")
         self._num_steps += 1
-        return self._run_with_loss(
+        result = self._run_with_loss(
             StepKind.TRAIN, (args, kwargs, target), metrics, return_outputs, loss_scale
         )
+        if self._auto is not None:
+            better = self._auto.after_step(self._parts.executor.records())
+            if better is not None:
+                self._parts.change_schedule(better)
+            self._parts.executor.record(self._auto.records)
+        return result
 
     def evaluate(
         self,
@@ -207,28 +232,33 @@ class PipelineParallel(nn.Module):
         loss_scale: float | ScalesLoss = 1.0,
     ) -> Any:
         executor = self._parts.executor
+        training = kind is StepKind.TRAIN
         try:
             inputs, weights = self._prepare(kind, given)
             scale = scale_of(loss_scale)
         except BaseException as error:
             executor.refuse(kind, f"{type(error).__name__}: {error}")
             raise
-        return executor.run(
-            kind=kind,
-            step=self._num_steps,
-            num_present=inputs.num_present,
-            loss_gradients=[weight * scale for weight in weights],
-            python={
-                "arguments": inputs.cut.args,
-                "keywords": inputs.keywords or None,
-                "targets": inputs.cut.targets,
-                "finish": Total(weights),
-                "before_end": inputs.cut.check_unchanged,
-                "loss_fn": None,
-                "metrics": None,
-                **python,
-            },
-        )
+        frame = self._parts.frame
+        with frame.around(training):
+            return executor.run(
+                kind=kind,
+                step=self._num_steps,
+                num_rows=inputs.cut.rows,
+                loss_gradients=[weight * scale for weight in weights],
+                reducers={},
+                averages=False,
+                python={
+                    "arguments": inputs.cut.args,
+                    "keywords": inputs.keywords or None,
+                    "targets": inputs.cut.targets,
+                    "finish": Total(weights),
+                    "before_end": lambda: frame.before_end(training, inputs.cut),
+                    "loss_fn": None,
+                    "metrics": None,
+                    **python,
+                },
+            )
 
     def _prepare(
         self, kind: StepKind, given: tuple[tuple[Any, ...], dict[str, Any], Any]
