@@ -15,6 +15,7 @@ from pydist._partition import ModuleSource
 from pydist._pipeline_build import AUTO, PipelineSettings, build_pipeline
 from pydist._pipeline_state_surface import PipelineState
 from pydist._pipeline_step import (
+    ActionRecord,
     Loss,
     Metrics,
     Outputs,
@@ -132,6 +133,14 @@ class PipelineParallel(PipelineState):
         for stage in self._parts.local_stages.values():
             stage.train(mode)
         return self
+
+    def record(self, on: bool = True) -> None:
+        """Switches the recording of actions on or off, from the next step. Not collective."""
+        self._parts.executor.record(on)
+
+    def records(self) -> list[ActionRecord]:
+        """This rank's actions in the last step, in order; empty unless `record` is on."""
+        return [ActionRecord(*record) for record in self._parts.executor.records()]
 
     # -- running --------------------------------------------------------------------------------
 
