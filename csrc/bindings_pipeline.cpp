@@ -49,12 +49,15 @@ bool is_from_waiting(const py::handle& error) {
          PyErr_GivenExceptionMatches(error.ptr(), errors.attr("MismatchError").ptr()) != 0;
 }
 
+using PortalTuple = std::tuple<int, std::string, int, int>;  // port, name, from stage, to stage
+
 // One rank's executor with the Python code of its stages.
 class PipelineExecutor {
  public:
   PipelineExecutor(const Schedule& schedule, int rank, std::shared_ptr<Channel> channel,
                    const std::map<int, py::object>& stages, bool unpacks,
-                   std::optional<uint64_t> base_seed, int data_parallel_rank)
+                   const std::vector<PortalTuple>& portals, std::optional<uint64_t> base_seed,
+                   int data_parallel_rank)
       : num_microbatches_(schedule.num_microbatches) {
     ExecutorOptions options;
     options.schedule = schedule;
@@ -66,6 +69,13 @@ class PipelineExecutor {
       const bool is_last = stage == schedule.num_stages() - 1;
       stages_.push_back(std::make_shared<PythonStage>(callable.ptr(), stage, is_last, unpacks));
       options.stages.push_back({stage, stages_.back()});
+      for (const auto& [port, name, from, to] : portals) {
+        const auto link = [&](int other) {
+          return Link{port, other, schedule.rank_of_stage[other], name};
+        };
+        if (stage == from) options.stages.back().skips_out.push_back(link(to));
+        if (stage == to) options.stages.back().skips_in.push_back(link(from));
+      }
     }
     options.warn = [](const std::string& text) {
       const py::gil_scoped_acquire gil;
@@ -74,7 +84,8 @@ class PipelineExecutor {
     executor_ = std::make_unique<Executor>(std::move(options));
   }
 
-  py::object run(StepKind kind, int64_t step, int num_present, std::vector<double> loss_gradients,
+  py::object run(StepKind kind, int64_t step, std::optional<std::vector<int>> num_rows,
+                 std::vector<double> loss_gradients,
                  std::map<int, std::shared_ptr<Reducer>> reducers, bool averages,
                  const py::dict& python) {
     const auto given = [&](const char* name) { return reference(python[name]); };
@@ -82,8 +93,8 @@ class PipelineExecutor {
         PythonStep{given("arguments"), given("keywords"), given("targets"), given("loss_fn"),
                    given("metrics"), given("finish"), given("outputs")});
     for (const auto& stage : stages_) stage->set_step(shared, num_microbatches_);
-    StepOptions options{kind,    step, num_present, std::move(loss_gradients), std::move(reducers),
-                        averages};
+    StepOptions options{
+        kind, step, std::move(num_rows), std::move(loss_gradients), std::move(reducers), averages};
     const py::object before_end = python["before_end"];
     options.before_end = [&before_end] {
       const py::gil_scoped_acquire gil;
@@ -105,12 +116,6 @@ class PipelineExecutor {
     return py::reinterpret_steal<py::object>(decode_value(result->structure, result->slots));
   }
 
-  void refuse(StepKind kind, const std::string& cause) {
-    const std::string text = executor_->where() + " raised " + cause;
-    const py::gil_scoped_release no_gil;
-    executor_->refuse(kind, text);
-  }
-
   py::list records() const {
     py::list list;
     for (const ActionRecord& record : executor_->recorder().records()) {
@@ -119,6 +124,7 @@ class PipelineExecutor {
     }
     return list;
   }
+  Executor& executor() { return *executor_; }
   void record(bool on) { executor_->recorder().switch_on(on); }
 
  private:
@@ -167,16 +173,25 @@ void bind_pipeline(py::module_& module) {
       .value("FORWARD", StepKind::kForward);
   py::class_<PipelineExecutor>(module, "PipelineExecutor",
                                "Runs one rank's part of a step; see csrc/pipeline/executor.h.")
-      .def(py::init<const Schedule&, int, std::shared_ptr<Channel>,
-                    const std::map<int, py::object>&, bool, std::optional<uint64_t>, int>(),
-           py::arg("schedule"), py::arg("rank"), py::arg("channel"), py::arg("stages"),
-           py::arg("unpacks"), py::arg("base_seed"), py::arg("data_parallel_rank"),
-           "`channel` is None where this rank holds all stages.")
-      .def("run", &PipelineExecutor::run, py::arg("kind"), py::arg("step"), py::arg("num_present"),
+      .def(
+          py::init<const Schedule&, int, std::shared_ptr<Channel>, const std::map<int, py::object>&,
+                   bool, const std::vector<PortalTuple>&, std::optional<uint64_t>, int>(),
+          py::arg("schedule"), py::arg("rank"), py::arg("channel"), py::arg("stages"),
+          py::arg("unpacks"), py::arg("portals"), py::arg("base_seed"),
+          py::arg("data_parallel_rank"),
+          "`channel` is None where this rank holds all stages. A portal is (port, name, from "
+          "stage, "
+          "to stage), see csrc/pipeline/stage_flight.h.")
+      .def("run", &PipelineExecutor::run, py::arg("kind"), py::arg("step"), py::arg("num_rows"),
            py::arg("loss_gradients"), py::arg("reducers"), py::arg("averages"), py::arg("python"),
            "Collective. What `finish` returned on the last stage's rank; None for FORWARD.")
-      .def("refuse", &PipelineExecutor::refuse, py::arg("kind"), py::arg("cause"),
-           "Instead of run(): this rank cannot take part, which the others raise with the cause.")
+      .def(
+          "refuse",
+          [](PipelineExecutor& self, StepKind kind, const std::string& cause) {
+            self.executor().refuse(kind, cause);
+          },
+          py::arg("kind"), py::arg("cause"), py::call_guard<py::gil_scoped_release>(),
+          "Instead of run(): this rank cannot take part, which the others raise with the cause.")
       .def("record", &PipelineExecutor::record, py::arg("on"),
            "Switches the recorder on or off, from the next step.")
       .def("records", &PipelineExecutor::records,

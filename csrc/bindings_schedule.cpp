@@ -11,6 +11,7 @@
 #include "pipeline/csv.h"
 #include "pipeline/grid.h"
 #include "pipeline/lowering.h"
+#include "pipeline/search.h"
 #include "pipeline/simulator.h"
 #include "pipeline/validator.h"
 
@@ -92,20 +93,32 @@ void bind_simulation(py::module_& module) {
       .def_property_readonly("times", [](const Simulation& self) { return pairs_of(self.times); });
 }
 
-Simulation simulate_lists(const Schedule& schedule, std::vector<double> forward,
-                          std::vector<double> backward, std::vector<double> input,
-                          std::vector<double> weight, double communication,
-                          std::vector<double> nbytes_after_forward,
-                          std::vector<double> nbytes_after_input) {
-  return simulate(schedule, Costs{std::move(forward), std::move(backward), std::move(input),
-                                  std::move(weight), communication, std::move(nbytes_after_forward),
-                                  std::move(nbytes_after_input)});
+Costs costs_of(std::vector<double> forward, std::vector<double> backward, std::vector<double> input,
+               std::vector<double> weight, double communication,
+               std::vector<double> nbytes_after_forward, std::vector<double> nbytes_after_input) {
+  return {std::move(forward),
+          std::move(backward),
+          std::move(input),
+          std::move(weight),
+          communication,
+          std::move(nbytes_after_forward),
+          std::move(nbytes_after_input)};
+}
+
+Schedule find_best(int num_ranks, int num_microbatches, int stages_per_rank, const Costs& costs,
+                   std::vector<double> cap_nbytes) {
+  return find_best_schedule(
+      {num_ranks, num_microbatches, stages_per_rank, costs, std::move(cap_nbytes)});
 }
 
 }  // namespace
 
 void bind_schedule(py::module_& module) {
   bind_simulation(module);
+  py::class_<Costs>(module, "Costs", "Of one microbatch, by stage; see simulator.h.")
+      .def(py::init(&costs_of), py::arg("forward"), py::arg("backward"), py::arg("input"),
+           py::arg("weight"), py::arg("communication"), py::arg("nbytes_after_forward"),
+           py::arg("nbytes_after_input"));
   py::class_<Schedule>(module, "Schedule", "By rank, the actions of one step; see schedule.h.")
       .def(py::init(&schedule_from_texts), py::arg("name"), py::arg("actions"),
            py::arg("rank_of_stage"), py::arg("num_microbatches"))
@@ -124,9 +137,7 @@ void bind_schedule(py::module_& module) {
             return std::make_pair(validity.has_backward, validity.accumulates_in_order);
           },
           "(whether it has backwards, by stage whether they accumulate in ascending order).")
-      .def("simulate", &simulate_lists, py::arg("forward"), py::arg("backward"), py::arg("input"),
-           py::arg("weight"), py::arg("communication"), py::arg("nbytes_after_forward"),
-           py::arg("nbytes_after_input"), "With costs by stage.")
+      .def("simulate", &simulate, py::arg("costs"), "Times and memory.")
       .def("simulate_steps", &simulate_steps, "With one step for every entry.")
       .def(
           "forward_only",
@@ -144,6 +155,9 @@ void bind_schedule(py::module_& module) {
   module.def("schedule_kinds", &schedule_kinds, "Names of the built-in schedules.");
   module.def("default_stages_per_rank", &default_stages_per_rank, py::arg("kind"),
              "Of a built-in schedule.");
+  module.def("find_best_schedule", &find_best, py::arg("num_ranks"), py::arg("num_microbatches"),
+             py::arg("stages_per_rank"), py::arg("costs"), py::arg("cap_nbytes"),
+             py::call_guard<py::gil_scoped_release>(), "The shortest under a cap; see search.h.");
   module.def("parse_actions", &parse_actions, py::arg("text"),
              "(stage, kind, microbatch) of an action, or of both of an overlapped pair.");
 }

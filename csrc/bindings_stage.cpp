@@ -39,7 +39,8 @@ std::optional<at::Tensor> take(StageContext& context, const std::string& name) {
   if (!found.has_value()) {
     throw UsageError(concat("nothing is stashed as skip '", name, "' in stage ", context.stage,
                             ", microbatch ", context.microbatch,
-                            ": was it popped already, or did its layer not stash it?"));
+                            ": was it popped already, did its layer not stash it, or is it not "
+                            "declared with pydist.skippable?"));
   }
   return found->defined() ? found : std::nullopt;
 }

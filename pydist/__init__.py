@@ -14,7 +14,7 @@ from pydist.errors import (
 _import_checks.check_all()
 
 # What needs torch and the extension comes after the checks.
-from pydist import schedule
+from pydist import schedule, skip
 from pydist._replica_audit import check_replicas
 from pydist.collectives import (
     all_gather,
@@ -31,11 +31,14 @@ from pydist.collectives import (
     symmetric_empty,
 )
 from pydist.data_parallel import DataParallel
+from pydist.grad_scaler import GradScaler
 from pydist.pipeline_parallel import PipelineParallel
+from pydist.skip import skippable
 from pydist.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 __all__ = [
     "DataParallel",
+    "GradScaler",
     "HostError",
     "MismatchError",
     "PeerError",
@@ -59,5 +62,7 @@ __all__ = [
     "reduce_scatter_tensor",
     "schedule",
     "send",
+    "skip",
+    "skippable",
     "symmetric_empty",
 ]

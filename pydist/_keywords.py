@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -35,6 +35,13 @@ def exchange_names(engine: Engine, local: Mapping[int, Names]) -> dict[int, Name
     return found
 
 
+def exchange_positional_names(engine: Engine, mine: Sequence[str] | None) -> tuple[str, ...]:
+    """Those of the first stage's forward, where one rank knows them and the others pass None.
+    Collective."""
+    texts = engine.exchange_bytes(json.dumps(mine).encode())
+    return next((tuple(names) for text in texts if (names := json.loads(text)) is not None), ())
+
+
 class KeywordRoutes:
     """Which of a step's keyword arguments each stage gets."""
 
@@ -59,6 +66,23 @@ class KeywordRoutes:
                     f"{', '.join(sorted(taken)) or 'none'}"
                 )
         self._accepted[key] = None
+
+    def check_options(self, positional_names: Sequence[str], **options: Collection[str]) -> None:
+        """Raises UsageError if an option (replicate=..., chunk_dim=...) names an argument that
+        nobody takes: it would have no effect. `positional_names` as of the first stage.
+        """
+        known = {"target", *positional_names}
+        for names in self._names_by_stage.values():
+            if names is None:
+                return
+            known |= names
+        for option, given in options.items():
+            unknown = [name for name in given if name not in known]
+            if unknown:
+                raise UsageError(
+                    f"{option} names {', '.join(unknown)}, which no stage's forward takes; it may "
+                    f"name {', '.join(sorted(known))}"
+                )
 
     def of_stage(self, stage: int, given: dict[str, Any]) -> dict[str, Any]:
         """What of `given` the stage's forward takes; `given` itself where that is everything."""

@@ -121,7 +121,9 @@ def modules_of_list(
 
 
 def _made(source: Callable[[], nn.Module], stage: int) -> nn.Module:
-    with torch.random.fork_rng():
+    # Asking a device for its state would start CUDA.
+    num_devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    with torch.random.fork_rng(devices=range(num_devices)):
         torch.manual_seed(_mixed(torch.initial_seed(), stage))
         module = source()
     if not isinstance(module, nn.Module):

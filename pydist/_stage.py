@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pydist import _C
 
@@ -18,8 +19,11 @@ Names = frozenset[str] | None
 
 def keyword_names(module: nn.Module, num_positional: int = 0) -> Names:
     """Which keyword arguments the forward takes, when so many arguments go to it by position."""
+    parameters = _parameters_of(module)
+    if parameters is None:
+        return None
     names: set[str] = set()
-    for index, parameter in enumerate(inspect.signature(module.forward).parameters.values()):
+    for index, parameter in enumerate(parameters):
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             return None
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY or (
@@ -27,6 +31,21 @@ def keyword_names(module: nn.Module, num_positional: int = 0) -> Names:
         ):
             names.add(parameter.name)
     return frozenset(names)
+
+
+def _parameters_of(module: nn.Module) -> list[inspect.Parameter] | None:
+    """Of the module's forward; None where they cannot be known."""
+    while True:  # what torch.compile and data parallelism put around a module takes anything
+        inner = module._modules.get("_orig_mod")
+        if inner is None and isinstance(module, DistributedDataParallel):
+            inner = module.module
+        if inner is None:
+            break
+        module = inner
+    try:
+        return list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):  # of a forward that is no Python function
+        return None
 
 
 class SequentialStage(nn.Sequential):

@@ -8,13 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pydist._auto_schedule import AutoSchedule
 from pydist._balance import Balance
 from pydist._C import StepKind
 from pydist._engine import group_engine
 from pydist._partition import ModuleSource
-from pydist._pipeline_build import PipelineSettings, build_pipeline
+from pydist._pipeline_build import AUTO, PipelineSettings, build_pipeline
 from pydist._pipeline_groups import resolve_pipeline_groups
+from pydist._pipeline_state_surface import PipelineState
 from pydist._pipeline_step import (
+    ActionRecord,
     Loss,
     Metrics,
     Outputs,
@@ -29,7 +32,7 @@ from pydist.errors import UsageError
 from pydist.schedule import Schedule
 
 
-class PipelineParallel(nn.Module):
+class PipelineParallel(PipelineState):
     """Trains a model whose stages are on several ranks; gradients are those of the unsplit model.
 
     Args:
@@ -38,7 +41,8 @@ class PipelineParallel(nn.Module):
             list, a stage's output is the next one's argument; a tuple becomes positional arguments.
         num_microbatches: pieces that each batch is cut into.
         loss_fn: loss_fn(output, target) -> tensor with one element, for one microbatch.
-        schedule: a name of pydist.schedule.kinds(), or a Schedule.
+        schedule: a name of pydist.schedule.kinds(), or a Schedule. "auto" times the stages in the
+            first three steps, and then takes what is best for these times.
         stages_per_rank: 2 for interleaved and V kinds, else 1, unless given.
         balance: layers of each stage, or "uniform", or "parameters" (the default).
         chunk_dim: the dimension that batches are cut along: one for all, or by argument name
@@ -56,6 +60,11 @@ class PipelineParallel(nn.Module):
             replicas, in any order.
         data_parallel_options: further arguments of DataParallel, by name, for every stage
             (bucket_cap_mb, gradient_as_bucket_view, wire_dtype, unused_parameters, ...).
+        tied: groups of names of parameters that are one in the unsplit model, one in each of
+            several stages, for stages that callables make; others are found.
+        deferred_batch_norm: BatchNorm layers update their running statistics once a step, from all
+            microbatches as if they had been one.
+        example_input: the input of one microbatch, on every rank, for balance="time".
 
     Raises:
         UsageError: the model, the schedule and the ranks do not fit each other.
@@ -79,6 +88,9 @@ class PipelineParallel(nn.Module):
         device_mesh: Any = None,
         *,
         data_parallel_options: Mapping[str, Any] | None = None,
+        tied: Sequence[Sequence[str]] = (),
+        deferred_batch_norm: bool = False,
+        example_input: Any = None,
     ) -> None:
         super().__init__()
         groups = resolve_pipeline_groups(process_group, data_parallel_group, device_mesh)
@@ -91,6 +103,9 @@ class PipelineParallel(nn.Module):
             chunk_dim=chunk_dim,
             replicate=replicate,
             loss_reduction=loss_reduction,
+            tied=tied,
+            deferred_batch_norm=deferred_batch_norm,
+            example_input=example_input,
         )
         name = type(self).__name__
         with replicated(groups.replicas, name) as data_parallel_rank:
@@ -113,6 +128,10 @@ class PipelineParallel(nn.Module):
         self._num_steps = 0
         # Under their names in the unsplit model; not by add_module, which refuses some of these.
         self._modules.update(self._parts.local_layers)
+        self._split_model = self._parts
+        self._aliases = frozenset(map(id, self._parts.aliases))
+        self._clip = None
+        self._auto = AutoSchedule(self._engine, num_microbatches) if schedule == AUTO else None
 
     # -- what is where --------------------------------------------------------------------------
 
@@ -151,6 +170,14 @@ class PipelineParallel(nn.Module):
             stage.train(mode)
         return self
 
+    def record(self, on: bool = True) -> None:
+        """Switches the recording of actions on or off, from the next step. Not collective."""
+        self._parts.executor.record(on)
+
+    def records(self) -> list[ActionRecord]:
+        """This rank's actions in the last step, in order; empty unless `record` is on."""
+        return [ActionRecord(*record) for record in self._parts.executor.records()]
+
     # -- running --------------------------------------------------------------------------------
 
     def step(
@@ -186,9 +213,15 @@ class PipelineParallel(nn.Module):
         if not torch.is_grad_enabled():
             raise UsageError("step() needs gradients; within no_grad() call evaluate()")
         self._num_steps += 1
-        return self._run_with_loss(
+        result = self._run_with_loss(
             StepKind.TRAIN, (args, kwargs, target), metrics, return_outputs, loss_scale
         )
+        if self._auto is not None:
+            better = self._auto.after_step(self._parts.executor.records())
+            if better is not None:
+                self._parts.change_schedule(better)
+            self._parts.executor.record(self._auto.records)
+        return result
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -264,24 +297,27 @@ class PipelineParallel(nn.Module):
             if inputs.total_weight:  # else microbatches weigh the same on all replicas
                 factor = inputs.total_weight * replicas.size / total
                 weights = [weight * factor for weight in weights]
-        return self._parts.executor.run(
-            kind=kind,
-            step=self._num_steps,
-            num_present=inputs.num_present,
-            loss_gradients=[weight * scale for weight in weights],
-            reducers={} if replicas is None else replicas.reducers(),
-            averages=replicas is not None and replicas.synchronizes,
-            python={
-                "arguments": inputs.cut.args,
-                "keywords": inputs.keywords or None,
-                "targets": inputs.cut.targets,
-                "finish": Total(weights),
-                "before_end": inputs.cut.check_unchanged,
-                "loss_fn": None,
-                "metrics": None,
-                **python,
-            },
-        )
+        frame = self._parts.frame
+        training = kind is StepKind.TRAIN
+        with frame.around(training):
+            return self._parts.executor.run(
+                kind=kind,
+                step=self._num_steps,
+                num_rows=inputs.cut.rows,
+                loss_gradients=[weight * scale for weight in weights],
+                reducers={} if replicas is None else replicas.reducers(),
+                averages=replicas is not None and replicas.synchronizes,
+                python={
+                    "arguments": inputs.cut.args,
+                    "keywords": inputs.keywords or None,
+                    "targets": inputs.cut.targets,
+                    "finish": Total(weights),
+                    "before_end": lambda: frame.before_end(training, inputs.cut),
+                    "loss_fn": None,
+                    "metrics": None,
+                    **python,
+                },
+            )
 
     @contextmanager
     def _refusing(self, kind: StepKind, replicas: Replicas | None, met: bool) -> Iterator[None]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
+    "Costs",
     "Schedule",
     "ScheduleError",
     "Simulation",
@@ -38,6 +39,60 @@ __all__ = [
 
 # For all stages at once, or one number for each stage.
 PerStage: TypeAlias = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times and bytes of one microbatch.
+
+    A number is that of a full rank, so each of its v stages has a v-th of it; a list has one number
+    for each stage. Times have any unit. With what `Schedule.simulate` takes one by one:
+    ``s.simulate(**vars(costs))``.
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    """I: the gradients of a stage's inputs."""
+    backward_weight: PerStage = 1.0
+    """W: those of its parameters."""
+    backward: PerStage | None = None
+    """B, both in one; by default I + W (measured, B is less: splitting has its price)."""
+    communication: float = 0.0
+    """Between the end of an action and the arrival of what it gives on another rank."""
+    nbytes_after_forward: PerStage = 0.0
+    """What a microbatch holds from F to B or I."""
+    nbytes_after_input: PerStage = 0.0
+    """What it holds from I to W."""
+
+    def _by_stage(self, num_ranks: int, num_stages: int) -> _C.Costs:
+        """Raises ScheduleError where numbers are negative, infinite or too few."""
+
+        def by_stage(name: str) -> list[float]:
+            value: PerStage = getattr(self, name)
+            if isinstance(value, (int, float)):
+                values = [float(value) * num_ranks / num_stages] * num_stages
+            else:
+                values = [float(number) for number in value]
+            if len(values) != num_stages:
+                raise ScheduleError(
+                    f"{name} has {len(values)} numbers, expected one for each of {num_stages} "
+                    f"stages"
+                )
+            _check_numbers(name, values)
+            return values
+
+        _check_numbers("communication", [self.communication])
+        weight, back = by_stage("backward_weight"), by_stage("backward_input")
+        whole = [i + w for i, w in zip(back, weight, strict=True)]
+        return _C.Costs(
+            forward=by_stage("forward"),
+            backward=whole if self.backward is None else by_stage("backward"),
+            input=back,
+            weight=weight,
+            communication=self.communication,
+            nbytes_after_forward=by_stage("nbytes_after_forward"),
+            nbytes_after_input=by_stage("nbytes_after_input"),
+        )
 
 
 class TimedAction(NamedTuple):
@@ -138,6 +193,14 @@ class Schedule:
         return self._plan.num_microbatches
 
     @property
+    def title(self) -> str:
+        """Its name and sizes."""
+        return (
+            f"{self.name}: {_count(self.num_ranks, 'rank')}, {_count(self.num_stages, 'stage')}, "
+            f"{_count(self.num_microbatches, 'microbatch', 'es')}"
+        )
+
+    @property
     def has_backward(self) -> bool:
         """False for forwards alone. Raises ScheduleError as `validate` does."""
         return self._plan.validate()[0]
@@ -171,33 +234,20 @@ class Schedule:
         nbytes_after_forward: PerStage = 0.0,
         nbytes_after_input: PerStage = 0.0,
     ) -> Simulation:
-        """Runs the schedule on paper.
-
-        Costs are times of one microbatch. A number is that of a full rank, so each of its v stages
-        takes a v-th; a list has one time for each stage. ``backward`` is B, by default I + W
-        (measured, B is less: splitting has its price). ``communication`` passes between the end of
-        an action and the arrival of what it gives on another rank.
-
-        ``nbytes_after_forward`` is what a microbatch holds from F to B or I, ``nbytes_after_input``
-        what it holds from I to W; as with times, of a full rank or by stage.
+        """Runs the schedule on paper; `Costs` says what each number means.
 
         Raises ScheduleError where the schedule is not valid, or costs are negative or too few.
         """
-        costs = {
-            "forward": self._by_stage("forward", forward),
-            "input": self._by_stage("backward_input", backward_input),
-            "weight": self._by_stage("backward_weight", backward_weight),
-            "nbytes_after_forward": self._by_stage("nbytes_after_forward", nbytes_after_forward),
-            "nbytes_after_input": self._by_stage("nbytes_after_input", nbytes_after_input),
-        }
-        if backward is None:
-            whole = [i + w for i, w in zip(costs["input"], costs["weight"], strict=True)]
-        else:
-            whole = self._by_stage("backward", backward)
-        _check_costs("communication", [communication])
-        return self._result(
-            self._plan.simulate(backward=whole, communication=communication, **costs)
+        costs = Costs(
+            forward,
+            backward_input,
+            backward_weight,
+            backward,
+            communication,
+            nbytes_after_forward,
+            nbytes_after_input,
         )
+        return self._result(self._plan.simulate(costs._by_stage(self.num_ranks, self.num_stages)))
 
     def forward_only(self) -> Schedule:
         """Forwards alone, with the same placement and microbatches."""
@@ -223,10 +273,10 @@ class Schedule:
 
     def __str__(self) -> str:
         """A row for each step at which an action may run, if every action takes one."""
-        return f"{self._title()}\n{self._plan.grid_of_times(self._plan.simulate_steps())}"
+        return f"{self.title}\n{self._plan.grid_of_times(self._plan.simulate_steps())}"
 
     def __repr__(self) -> str:
-        return f"<Schedule {self._title()}>"
+        return f"<Schedule {self.title}>"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
@@ -241,25 +291,6 @@ class Schedule:
 
     def _key(self) -> tuple[Any, ...]:
         return self.actions, self.name, self.placement, self.num_microbatches
-
-    def _title(self) -> str:
-        return (
-            f"{self.name}: {_count(self.num_ranks, 'rank')}, {_count(self.num_stages, 'stage')}, "
-            f"{_count(self.num_microbatches, 'microbatch', 'es')}"
-        )
-
-    def _by_stage(self, name: str, value: PerStage) -> list[float]:
-        num_stages, num_ranks = self.num_stages, self.num_ranks
-        if isinstance(value, (int, float)):
-            values = [float(value) * num_ranks / num_stages] * num_stages
-        else:
-            values = [float(cost) for cost in value]
-        if len(values) != num_stages:
-            raise ScheduleError(
-                f"{name} has {len(values)} numbers, expected one for each of {num_stages} stages"
-            )
-        _check_costs(name, values)
-        return values
 
     def _result(self, found: _C.Simulation) -> Simulation:
         spans = zip(self.actions, found.times, strict=True)
@@ -288,26 +319,42 @@ _registered: dict[str, Builder] = {}
 
 def kinds() -> list[str]:
     """Names that `build` takes: the built-in ones and those registered."""
-    return [*_C.schedule_kinds(), *_registered]
+    return [*_built_in(), *_registered]
 
 
 def default_stages_per_rank(kind: str) -> int:
     """Stages on each rank where none are asked for: 2 for interleaved and V kinds, else 1."""
-    return 1 if kind in _registered else _C.default_stages_per_rank(kind)
+    return 1 if kind == "auto" or kind in _registered else _C.default_stages_per_rank(kind)
 
 
 def build(
-    kind: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None
+    kind: str,
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    *,
+    costs: Costs | None = None,
+    memory_cap: float | Sequence[float] | None = None,
 ) -> Schedule:
     """A schedule of a built-in or registered kind.
 
     ``stages_per_rank`` is 2 for interleaved and V kinds, else 1, unless given. All kinds take any
     number of microbatches, but dualpipe-v, which needs two for each rank.
 
+    ``"auto"`` takes ``costs`` and gives the shortest, by the simulator, of all built-in schedules
+    with that many stages and of what a search finds, among those that keep to ``memory_cap``: the
+    bytes that activations and kept gradients may take on each rank, one number or a list by rank.
+    With v = 1 and few ranks and microbatches (3 and 4, say) there is no shorter one that runs each
+    kind in ascending order; with more the search is narrowed, and takes a few seconds at most.
+
     Raises ScheduleError, which says what would work.
     """
     if stages_per_rank is None:
         stages_per_rank = default_stages_per_rank(kind)
+    if kind == "auto":
+        return _build_auto(num_ranks, num_microbatches, stages_per_rank, costs, memory_cap)
+    if costs is not None or memory_cap is not None:
+        raise ScheduleError(f"costs and memory_cap are for kind 'auto', not for '{kind}'")
     if kind in _registered:
         return _build_registered(kind, num_ranks, num_microbatches, stages_per_rank)
     return Schedule._of(_C.Schedule.build(kind, num_ranks, num_microbatches, stages_per_rank))
@@ -321,7 +368,7 @@ def register(name: str, builder: Builder) -> None:
 
     Raises ScheduleError where the name is that of a built-in schedule.
     """
-    if name in _C.schedule_kinds():
+    if name in _built_in():
         raise ScheduleError(f"schedule '{name}' is built in; register yours with another name")
     _registered[name] = builder
 
@@ -337,6 +384,34 @@ def from_csv(path: str | os.PathLike[str], name: str | None = None) -> Schedule:
     schedule = Schedule._of(_C.Schedule.from_csv(name or file.stem, file.read_text()))
     schedule.validate()
     return schedule
+
+
+def _built_in() -> list[str]:
+    return [*_C.schedule_kinds(), "auto"]
+
+
+def _build_auto(
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+    costs: Costs | None,
+    memory_cap: float | Sequence[float] | None,
+) -> Schedule:
+    caps: list[float] = []
+    if isinstance(memory_cap, (int, float)):
+        caps = [float(memory_cap)] * num_ranks
+    elif memory_cap is not None:
+        caps = [float(cap) for cap in memory_cap]
+        if len(caps) != num_ranks:
+            raise ScheduleError(
+                f"memory_cap has {len(caps)} numbers, expected one for each of {num_ranks} ranks"
+            )
+    _check_numbers("memory_cap", caps)
+    num_stages = max(1, num_ranks * stages_per_rank)
+    numbers = (costs or Costs())._by_stage(num_ranks, num_stages)
+    return Schedule._of(
+        _C.find_best_schedule(num_ranks, num_microbatches, stages_per_rank, numbers, caps)
+    )
 
 
 def _build_registered(
@@ -364,7 +439,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def _check_costs(name: str, values: list[float]) -> None:
+def _check_numbers(name: str, values: list[float]) -> None:
     for value in values:
         if not 0.0 <= value < float("inf"):
             raise ScheduleError(f"{name} is {value}, expected a finite number that is not negative")

@@ -13,7 +13,13 @@ from torch.nn import functional as F
 
 from pydist import UsageError
 from pydist._engine import group_engine
-from pydist._keywords import KeywordRoutes, Names, exchange_names, positional_names
+from pydist._keywords import (
+    KeywordRoutes,
+    Names,
+    exchange_names,
+    exchange_positional_names,
+    positional_names,
+)
 from pydist._microbatches import (
     Slicer,
     merge_outputs,
@@ -176,7 +182,7 @@ def test_in_place_changes() -> None:
         outputs.append((hidden * weight * kwargs["mask"]).sum())
     outputs[0].backward()
     outputs[1].backward()
-    assert torch.equal(weight.grad, x.sum(0))
+    assert torch.allclose(weight.grad, x.sum(0))
     found.check_unchanged()
     found.kwargs[1]["mask"].mul_(2)
     with pytest.raises(UsageError, match=r"a tensor of mask, shape \(1, 2\), was changed in place"):
@@ -329,6 +335,17 @@ def test_keywords_go_to_the_stages_that_name_them() -> None:
     assert anything.of_stage(1, {"whatever": 1}) == {}
 
 
+def test_options_that_name_nothing() -> None:
+    """A misspelt mask would be cut, and a misspelt dimension be another one."""
+    routes = KeywordRoutes({0: frozenset({"mask"}), 1: frozenset({"scale"})})
+    routes.check_options(["x"], replicate=("mask",), chunk_dim={"x": 1, "target": 0})
+    with pytest.raises(UsageError, match=r"replicate names maks, .* name mask, scale, target, x"):
+        routes.check_options(["x"], replicate=("maks",))
+    with pytest.raises(UsageError, match="chunk_dim names y, which no stage"):
+        routes.check_options(["x"], replicate=(), chunk_dim={"y": 1})
+    KeywordRoutes({0: None}).check_options([], replicate=("anything",))
+
+
 class TakesTwo(nn.Module):
     def forward(self, x: Tensor, memory: Tensor, *rest: Tensor, mask: Any = None) -> Tensor:
         return x
@@ -339,13 +356,15 @@ def test_names_of_positional_arguments() -> None:
     assert positional_names(torch.compile(TakesTwo())) == ("x", "memory")
 
 
-def exchanged(rank: int, world_size: int) -> dict[int, Names]:
+def exchanged(rank: int, world_size: int) -> tuple[dict[int, Names], tuple[str, ...]]:
+    engine = group_engine()
     local: dict[int, Names] = {rank: frozenset({"mask", f"only{rank}"}), 3 - rank: None}
-    return exchange_names(group_engine(), local)
+    positional = exchange_positional_names(engine, ["y", "x"] if rank == 0 else None)
+    return exchange_names(engine, local), positional
 
 
 def test_every_rank_knows_all_stages_names(pool2: RankPool) -> None:
     """Where stages are callables, only the rank that has a stage can look at its forward."""
+    both = {rank: frozenset({"mask", f"only{rank}"}) for rank in range(2)}
     for found in pool2.run(exchanged):
-        both = {rank: frozenset({"mask", f"only{rank}"}) for rank in range(2)}
-        assert found == {**both, 2: None, 3: None}
+        assert found == ({**both, 2: None, 3: None}, ("y", "x"))

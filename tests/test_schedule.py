@@ -56,11 +56,11 @@ ORACLE: dict[tuple[int, int], dict[str, tuple[float, float, float | list[float]]
 BUILT_IN = [
     "gpipe",
     "1f1b",
-    "interleaved-1f1b",
-    "looped-bfs",
-    "interleaved-zb",
     "zb-h1",
     "zb-h2",
+    "looped-bfs",
+    "interleaved-1f1b",
+    "interleaved-zb",
     "zb-v",
     "dualpipe-v",
     "forward-only",
@@ -472,7 +472,7 @@ def test_users_register_their_own() -> None:
         ]
 
     schedule.register("one-by-one", one_by_one)
-    assert schedule.kinds() == [*BUILT_IN, "one-by-one"]
+    assert schedule.kinds() == [*BUILT_IN, "auto", "one-by-one"]
     built = schedule.build("one-by-one", 2, 3)
     assert built.name == "one-by-one"
     assert built.actions[1] == ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]

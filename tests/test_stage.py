@@ -181,9 +181,17 @@ def test_keywords_go_to_the_layers_that_name_them() -> None:
     value = run([first], x, mask=mask, scale=2.0)
     assert torch.equal(run([third], run([second], value), mask=mask, scale=2.0), expected)
     assert torch.equal(run(split(model, 4), x, mask=mask, scale=2.0), expected)
-    assert keyword_names(model[1], 1) == {"mask", "scale"}
-    assert keyword_names(model[2], 1) == set()
-    assert keyword_names(Anything()) is None
+
+
+def test_what_a_forward_names_is_known_through_wrappers() -> None:
+    assert keyword_names(Masked(), 1) == {"mask", "scale"}
+    assert keyword_names(Masked()) == {"x", "mask", "scale"}
+    assert keyword_names(torch.compile(Masked(), backend="eager"), 1) == {"mask", "scale"}
+    assert keyword_names(nn.Tanh(), 1) == set()
+    assert keyword_names(Anything(), 1) is None
+    built_in = nn.Tanh()
+    built_in.forward = max  # type: ignore[method-assign]
+    assert keyword_names(built_in) is None  # its signature is not known
 
 
 def test_a_layer_with_any_keywords_gets_all_of_them() -> None:

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "pipeline/graph_cut.h"
+#include "pipeline/node_pointer.h"
 #include "pipeline/received_edge.h"
 
 namespace pydist {
@@ -37,7 +38,8 @@ class StageBackward {
  public:
   // To be made right after the stage's forward. `outputs`: all its tensors, also those without
   // grad; their data is not kept. `inputs`: the edges of what it received.
-  // `split_checkpointed`: split even where that runs checkpointed layers' forward twice more.
+  // `split_checkpointed`: split even where that runs checkpointed layers' forward twice more; false
+  // costs up to 2 us for each weight to find out, which one microbatch can do for all of a step.
   StageBackward(const std::vector<at::Tensor>& outputs, std::vector<ReceivedEdge> inputs,
                 bool split_checkpointed = false);
 
@@ -65,6 +67,7 @@ class StageBackward {
   // A node of the boundary, between I and W.
   struct Kept {
     NodePtr node;
+    torch::autograd::edge_list weight_edges;   // by edge of the node; invalid: was I's
     torch::autograd::variable_list gradients;  // that arrived at it in I
     std::vector<int64_t> versions;             // theirs, when they arrived
   };
@@ -79,7 +82,7 @@ class StageBackward {
   torch::autograd::edge_list input_edges() const;
   std::string find_obstacle(const GraphCut& cut) const;
   void run_input(const GraphCut& cut, const Roots& roots);
-  void keep(torch::autograd::Node* node, KeepGradients& hook);
+  std::vector<KeepGradients*> prepare_boundary(const GraphCut& cut);
   void own_what_leaves_took(const GraphCut& cut);
 
   torch::autograd::edge_list outputs_;  // invalid: that output requires no grad

@@ -38,6 +38,7 @@ struct Message {
   bool absent = false;         // the batch has too few rows for this microbatch: nothing to compute
   std::string structure = {};  // how the slots form a value (value_codec.h); empty for gradients
   std::vector<Slot> slots = {};
+  int32_t num_rows = -1;  // of the microbatch, as the first stage's rank knows; -1: it does not
 };
 
 // What all ranks must be doing together.

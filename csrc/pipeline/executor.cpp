@@ -73,6 +73,7 @@ std::optional<Message> Executor::run(const StepOptions& options) {
   step_ = options;
   recorder_.begin_step();
   current_.reset();
+  has_ended_ = false;
   num_last_forwards_ = 0;
   try {
     if (options_.channel != nullptr) options_.channel->begin_step(step_.kind);
@@ -92,6 +93,7 @@ void Executor::run_actions() {
     if (step.second) run_action(*step.second);
   }
   current_.reset();
+  has_ended_ = true;
 }
 
 void Executor::run_action(const PlannedAction& planned) {
@@ -134,12 +136,10 @@ void Executor::dispatch(Stage& stage, StageFlight& flight, const Action& action)
 
 void Executor::forward(Stage& stage, StageFlight& flight, int microbatch) {
   Message input;
-  flight.absent = stage.in.empty() ? microbatch >= step_.num_present
-                                   : !take_inputs(stage, flight, microbatch, input);
-  PYDIST_CHECK(step_.num_present < 0 || flight.absent == (microbatch >= step_.num_present),
-               MismatchError, "the first stage's batch has ", flight.absent ? "no" : "some",
-               " rows for microbatch ", microbatch, ", but what this rank was given has rows for ",
-               step_.num_present, " microbatches; pass a batch and a target of as many rows");
+  const Rows rows =
+      stage.in.empty() ? own_rows(microbatch) : take_inputs(stage, flight, microbatch, input);
+  check_rows(rows, microbatch);
+  flight.absent = rows.absent;
   output_.structure.clear();
   output_.slots.clear();
   output_.roots.clear();
@@ -151,23 +151,40 @@ void Executor::forward(Stage& stage, StageFlight& flight, int microbatch) {
     const bool is_first = stage.local.stage == 0;
     stage.local.code->forward(stage.context, is_first ? nullptr : &input, output_);
   }
-  give_outputs(stage, flight, microbatch);
+  give_outputs(stage, flight, microbatch, rows);
   if (stage.is_last && ++num_last_forwards_ == options_.schedule.num_microbatches) {
     send_result(stage);
   }
 }
 
-// Whether the microbatch is there. Fills `input` with the neighbour's value, and the context with
-// skips.
-bool Executor::take_inputs(Stage& stage, StageFlight& flight, int microbatch, Message& input) {
+Executor::Rows Executor::own_rows(int microbatch) const {
+  if (!step_.num_rows) return {};
+  const size_t index = static_cast<size_t>(microbatch);
+  if (index >= step_.num_rows->size()) return {true, 0};
+  return {false, (*step_.num_rows)[index]};
+}
+
+// Where ranks are given batches of different sizes, losses may go well and weights be wrong.
+void Executor::check_rows(const Rows& rows, int microbatch) const {
+  const Rows own = own_rows(microbatch);
+  const bool known = step_.num_rows && (rows.absent || rows.number >= 0);
+  PYDIST_CHECK(!known || (own.absent == rows.absent && own.number == rows.number), MismatchError,
+               "microbatch ", microbatch, " has ", rows.number,
+               " rows on the first stage's rank, but ", own.number,
+               " of what this rank was given; pass a batch and a target of as many rows");
+}
+
+// Fills `input` with the neighbour's value, and the context with skips.
+Executor::Rows Executor::take_inputs(Stage& stage, StageFlight& flight, int microbatch,
+                                     Message& input) {
   received_.clear();
   stage.context.skips.clear();
-  bool is_there = true;
+  Rows rows;
   for (size_t k = 0; k < stage.in.size(); ++k) {
     const Link& link = stage.in[k];
     const MessageKey key{MessageKind::kActivation, stage.local.stage, microbatch, link.port};
     Message message = obtain(link, key, flight.inputs[k]);
-    is_there = is_there && !message.absent;
+    if (link.port == 0) rows = {message.absent, message.num_rows};
     for (Slot& slot : message.slots) {
       const bool wanted = slot.requires_grad && step_.kind == StepKind::kTrain;
       flight.from[k].add(wanted);
@@ -179,10 +196,10 @@ bool Executor::take_inputs(Stage& stage, StageFlight& flight, int microbatch, Me
       stage.context.skips.put(link.skip, std::move(message.slots.at(0).tensor));
     }
   }
-  return is_there;
+  return rows;
 }
 
-void Executor::give_outputs(Stage& stage, StageFlight& flight, int microbatch) {
+void Executor::give_outputs(Stage& stage, StageFlight& flight, int microbatch, const Rows& rows) {
   const size_t num_slots = output_.slots.size();
   if (!flight.absent) add_skips(stage);
   if (!flight.absent && step_.kind == StepKind::kTrain) {
@@ -197,7 +214,8 @@ void Executor::give_outputs(Stage& stage, StageFlight& flight, int microbatch) {
   for (size_t k = 0; k < stage.out.size(); ++k) {
     const Link& link = stage.out[k];
     Message message{{MessageKind::kActivation, link.stage, microbatch, link.port}};
-    message.absent = flight.absent;
+    message.absent = rows.absent;
+    message.num_rows = rows.number;
     if (link.port == 0) message.structure = std::move(output_.structure);
     for (size_t left = flight.absent ? 0 : link.port == 0 ? num_slots : 1; left > 0; --left) {
       flight.to[k].add((root++)->is_valid());
@@ -307,7 +325,6 @@ void Executor::send_result(const Stage& stage) {
 }
 
 void Executor::end_step() {
-  if (step_.before_end) step_.before_end();
   const int last = options_.schedule.num_stages() - 1;
   const int source = options_.schedule.rank_of_stage[last];
   if (step_.kind != StepKind::kForward && source != options_.rank) {
@@ -315,6 +332,7 @@ void Executor::end_step() {
                                         [] { return "to return the loss of a step"; });
   }
   finish_rounds();
+  if (step_.before_end) step_.before_end();
   if (options_.channel != nullptr) {
     options_.channel->end_step([] { return "to end the step"; });
   }
@@ -349,7 +367,8 @@ void Executor::warn_if_unsplit(Stage& stage, const StageFlight& flight) {
 std::string Executor::where() const {
   const std::string rank = options_.channel != nullptr ? options_.channel->describe(options_.rank)
                                                        : concat("rank ", options_.rank);
-  return current_ ? concat(rank, ", in ", text_of(*current_)) : concat(rank, ", between actions");
+  if (current_) return concat(rank, ", in ", text_of(*current_));
+  return concat(rank, has_ended_ ? ", after its last action" : ", before its first action");
 }
 
 void Executor::fail(const std::string& reason) noexcept {
@@ -357,11 +376,12 @@ void Executor::fail(const std::string& reason) noexcept {
   if (options_.channel != nullptr) options_.channel->fail(reason);
 }
 
-void Executor::refuse(StepKind kind, const std::string& reason) {
+void Executor::refuse(StepKind kind, const std::string& cause) {
   current_.reset();
+  has_ended_ = false;
   if (options_.channel == nullptr) return;
   options_.channel->begin_step(kind);
-  options_.channel->fail(reason);
+  options_.channel->fail(concat(where(), " raised ", cause));
 }
 
 void Executor::drop_step() noexcept {

@@ -50,15 +50,15 @@ struct ExecutorOptions {
 struct StepOptions {
   StepKind kind = StepKind::kTrain;
   int64_t step = 0;  // the number that layers' seeds depend on
-  // Microbatches that there are rows for; the others are absent. Known where the first stage is;
-  // elsewhere it is -1, or must agree with what comes from there.
-  int num_present = 0;
+  // Of each microbatch that is there; those beyond are absent. Known where the first stage is;
+  // elsewhere nothing (no number is known), or it must agree with what comes from there.
+  std::optional<std::vector<int>> num_rows = std::nullopt;
   // Of the last stage's rank: the gradient of the total with respect to each microbatch's loss.
   std::vector<double> loss_gradients = {};
   // By stage, of a training step: what averages its gradients over the pipeline's replicas.
   std::map<int, std::shared_ptr<Reducer>> reducers = {};
   bool averages = true;  // else gradients stay this pipeline's own, until a later step
-  // Called after this rank's last action, before the step ends on all ranks; may be empty.
+  // Called when this rank's gradients are there, before the step ends on all ranks; may be empty.
   std::function<void()> before_end = nullptr;
 };
 
@@ -72,12 +72,18 @@ class Executor {
   // "rank 1 (pid 1234), in 2F3 (forward of stage 2 for microbatch 3)": now, or where it failed.
   std::string where() const;
   void fail(const std::string& reason) noexcept;
-  // Instead of run(): this rank cannot take part in the step. Raises if others cannot be told.
-  void refuse(StepKind kind, const std::string& reason);
+  // Instead of run(): this rank cannot take part in the step, because of `cause`. Raises if the
+  // others cannot be told.
+  void refuse(StepKind kind, const std::string& cause);
 
   Recorder& recorder() { return recorder_; }
 
  private:
+  // Of a microbatch.
+  struct Rows {
+    bool absent = false;
+    int number = -1;  // -1: not known
+  };
   struct Stage {
     LocalStage local;
     std::vector<Link> in;   // where inputs come from
@@ -94,8 +100,10 @@ class Executor {
   void dispatch(Stage& stage, StageFlight& flight, const Action& action);
 
   void forward(Stage& stage, StageFlight& flight, int microbatch);
-  bool take_inputs(Stage& stage, StageFlight& flight, int microbatch, Message& input);
-  void give_outputs(Stage& stage, StageFlight& flight, int microbatch);
+  Rows take_inputs(Stage& stage, StageFlight& flight, int microbatch, Message& input);
+  Rows own_rows(int microbatch) const;
+  void check_rows(const Rows& rows, int microbatch) const;
+  void give_outputs(Stage& stage, StageFlight& flight, int microbatch, const Rows& rows);
   void take_gradients(Stage& stage, StageFlight& flight, int microbatch);
   void give_gradients(Stage& stage, StageFlight& flight, int microbatch);
   at::Tensor loss_gradient(const at::Tensor& loss, int microbatch);
@@ -118,7 +126,8 @@ class Executor {
 
   // Of the step that is going on.
   StepOptions step_;
-  std::optional<Action> current_;  // none: not in an action
+  std::optional<Action> current_;  // none: before the first or after the last one
+  bool has_ended_ = false;         // after the last one
   int num_last_forwards_ = 0;
   std::vector<Reducer*> open_rounds_;  // in the order in which stages were complete
   std::optional<Message> result_;

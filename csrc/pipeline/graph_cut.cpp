@@ -11,7 +11,6 @@ using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::TraceableFunction;
 
-constexpr int32_t kNone = -1;
 constexpr size_t kSmallestTable = 256;
 
 size_t slot_of(const Node* node, size_t table_size) {
@@ -28,19 +27,17 @@ bool must_run_once(const Node* node) { return is_custom(node) || !node->post_hoo
 
 }  // namespace
 
-GraphCut::GraphCut(const edge_list& roots, const edge_list& targets) {
+GraphCut::GraphCut(const edge_list& roots, const edge_list& inputs) {
   walk(roots);
   input_side_.assign(nodes_.size(), 0);
-  for (const Edge& target : targets) {
-    const int index = find(target.function.get());
-    if (index == kNone) continue;
-    input_side_[index] = 1;
-    targets_.push_back(target);
+  for (const Edge& input : inputs) {
+    const int index = find(input.function.get());
+    if (index != kNone) input_side_[index] = 1;
   }
-  if (targets_.empty()) return;
   spread_input_side();
   while (move_below_opaque()) spread_input_side();
   collect();
+  look_for_obstacles();
 }
 
 bool GraphCut::is_input_side(const Node* node) const {
@@ -149,32 +146,40 @@ void GraphCut::move_below(int top) {
       if (child == kNone || input_side_[child] != 0) continue;
       input_side_[child] = 1;
       if (nodes_[child]->num_outputs() == 0) {
-        opaque_leaves_.push_back(nodes_[child]);
-        targets_.emplace_back(nodes_[child]->getptr(), 0);
+        leaves_of_input_side_.push_back(nodes_[child]->getptr());
       }
       pending.push_back(child);
     }
   }
 }
 
+// A node is run only after all that lead to it are done. So if the boundary is below an inner node,
+// on any path, that node is done before.
 void GraphCut::collect() {
+  std::vector<int32_t> boundary_below(nodes_.size(), kNone);
   for (const int32_t index : bottom_up_) {
     if (input_side_[index] == 0) continue;
-    (leads_to_weight_side(index) ? boundary_ : inner_).push_back(nodes_[index]);
+    if (leads_to_weight_side(index)) {
+      boundary_below[index] = static_cast<int32_t>(boundary_.size());
+      boundary_.push_back(nodes_[index]);
+      continue;
+    }
+    for (const int32_t child : children(index)) {
+      if (child != kNone)
+        boundary_below[index] = std::max(boundary_below[index], boundary_below[child]);
+    }
+    inner_.push_back(nodes_[index]);
+    done_before_.push_back(boundary_below[index]);
   }
-  look_for_obstacles();
 }
 
 // Asks for names, which is slow, of custom nodes only.
 void GraphCut::look_for_obstacles() {
+  if (boundary_.empty()) return;
   for (Node* node : inner_) {
     if (!is_custom(node)) continue;
     const std::string name = node->name();
-    if (name == "CheckpointFunctionBackward") {
-      why_not_ =
-          "torch.utils.checkpoint with use_reentrant=True runs a backward of its own, which the "
-          "engine refuses where only some gradients are asked for";
-    } else if (name == "CompiledFunctionBackward" && !boundary_.empty()) {
+    if (name == "CompiledFunctionBackward") {
       why_not_ =
           "a compiled part frees its buffers in its first backward (donated buffers), but the "
           "layers around it need a second one for their weights; compile the whole stage";

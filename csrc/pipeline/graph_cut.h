@@ -13,9 +13,9 @@
 //   received inputs
 //
 // An edge within the input side is I's, one that ends in the weight side is W's; no edge leads from
-// the weight side back to the input side. So I runs the input side for its own edges alone, W runs
-// the boundary again with the gradients that arrived there for the other edges, and then the weight
-// side. Each edge is evaluated once, as in a whole backward, with the same operands.
+// the weight side back to the input side. So I runs the input side without the edges that leave it,
+// and W runs the boundary again with only those, and then the weight side. Each edge is evaluated
+// once, as in a whole backward, with the same operands.
 //
 // A node that must not run twice is *opaque*: Python's and C++'s custom functions, whose backward
 // computes everything at once; CopySlices; whatever has post-hooks. If one is on the boundary,
@@ -29,24 +29,27 @@
 #include <string>
 #include <vector>
 
+#include "pipeline/node_pointer.h"
+
 namespace pydist {
 
-// Nodes are alive as long as the roots are.
 class GraphCut {
  public:
-  // `targets`: the edges of the received inputs. Roots may repeat.
-  GraphCut(const torch::autograd::edge_list& roots, const torch::autograd::edge_list& targets);
+  // `inputs`: the edges of the received inputs. The nodes live as long as the roots do.
+  GraphCut(const torch::autograd::edge_list& roots, const torch::autograd::edge_list& inputs);
 
   bool is_input_side(const torch::autograd::Node* node) const;
-  // Nodes of the input side, each after those that it leads to.
+  // Nodes of the input side, those on the boundary and the others, each after what it leads to.
   const std::vector<torch::autograd::Node*>& boundary() const { return boundary_; }
-  const std::vector<torch::autograd::Node*>& inner() const { return inner_; }  // not boundary
-  // What I has to reach: those of the targets that the roots lead to, and leaves below opaque
-  // nodes.
-  const torch::autograd::edge_list& targets() const { return targets_; }
-  const std::vector<torch::autograd::Node*>& opaque_leaves() const { return opaque_leaves_; }
+  const std::vector<torch::autograd::Node*>& inner() const { return inner_; }
+  // By inner node: a place in the boundary that is run only after this node is done, or kNone.
+  const std::vector<int32_t>& done_before() const { return done_before_; }
+  // Below opaque nodes.
+  const std::vector<NodePtr>& leaves_of_input_side() const { return leaves_of_input_side_; }
   // Why the two parts cannot run; empty if they can.
   const std::string& why_not() const { return why_not_; }
+
+  static constexpr int32_t kNone = -1;
 
  private:
   struct Children {
@@ -79,8 +82,8 @@ class GraphCut {
 
   std::vector<torch::autograd::Node*> boundary_;
   std::vector<torch::autograd::Node*> inner_;
-  torch::autograd::edge_list targets_;
-  std::vector<torch::autograd::Node*> opaque_leaves_;
+  std::vector<int32_t> done_before_;
+  std::vector<NodePtr> leaves_of_input_side_;
   std::string why_not_;
 };
 

@@ -1,13 +1,10 @@
 #include "pipeline/received_edge.h"
 
 #include <ATen/ops/add.h>
-#include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <memory>
 #include <string>
-#include <type_traits>
 #include <utility>
 
 #include "base/error.h"
@@ -24,9 +21,7 @@ class ReceivedNode final : public Node {
  public:
   std::string name() const override { return "ReceivedFromStage"; }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
-    throw UsageError(
-        "a pipeline stage's backward cannot run under compiled autograd; switch "
-        "torch._dynamo.config.compiled_autograd off (the forward may be compiled)");
+    refuse_compiled_autograd();
   }
   // The engine has added up what comes from this backward. There is more than one only where the
   // stage's own forward ran a backward through what it had received.
@@ -42,20 +37,16 @@ class ReceivedNode final : public Node {
   at::Tensor gradient_;
 };
 
-// Templates, so that only the branch for this torch's kind of pointer is compiled.
-template <typename Pointer, typename Made>
-Pointer make_node() {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
-    return std::make_shared<Made>();
-  } else {
-    return c10::make_intrusive<Made>();
-  }
-}
-
 }  // namespace
 
+void refuse_compiled_autograd() {
+  throw UsageError(
+      "a pipeline stage's backward cannot run under compiled autograd; switch "
+      "torch._dynamo.config.compiled_autograd off (the forward may be compiled)");
+}
+
 ReceivedEdge::ReceivedEdge(const at::Tensor& data, at::Tensor& received)
-    : node_(make_node<NodePtr, ReceivedNode>()) {
+    : node_(make_node<ReceivedNode>()) {
   received = data.detach();
   node_->add_input_metadata(received);
   torch::autograd::impl::set_gradient_edge(received, edge());

@@ -10,10 +10,9 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
 
-namespace pydist {
+#include "pipeline/node_pointer.h"
 
-// torch's own pointer to a node: shared in torch 2.9, intrusive later.
-using NodePtr = decltype(torch::autograd::Edge::function);
+namespace pydist {
 
 // A handle: copies mean the same edge. The graph holds the node, and the node holds only the
 // gradient, so nothing here keeps a stage's values alive.
@@ -31,5 +30,8 @@ class ReceivedEdge {
  private:
   NodePtr node_;
 };
+
+// For nodes and hooks of a stage's backward, of which compiled autograd would make something else.
+[[noreturn]] void refuse_compiled_autograd();
 
 }  // namespace pydist

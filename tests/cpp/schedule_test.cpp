@@ -1,6 +1,7 @@
 // Schedules as plain C++, under the sanitizers: every kind of every size is valid, lowers to
 // messages that match, survives its text, and whatever is done to it gives an answer or a
 // ScheduleError.
+#include <algorithm>
 #include <map>
 #include <random>
 #include <string>
@@ -13,6 +14,7 @@
 #include "pipeline/grid.h"
 #include "pipeline/lowering.h"
 #include "pipeline/readiness.h"
+#include "pipeline/search.h"
 #include "pipeline/simulator.h"
 #include "pipeline/validator.h"
 
@@ -126,7 +128,6 @@ Schedule random_schedule(std::mt19937& random) {
 
 // Valid but for the order of two entries of a rank, or of all of them.
 Schedule shuffled_schedule(std::mt19937& random) {
-  const std::vector<std::string> kinds = schedule_kinds();
   Schedule schedule = build_schedule("interleaved-zb", 1 + random() % 4, 1 + random() % 6, 2);
   auto& entries = schedule.actions[random() % schedule.actions.size()];
   const size_t count = random() % 2 == 0 ? 1 : entries.size();
@@ -171,10 +172,49 @@ void any_text_gets_an_answer() {
   CHECK(num_read > 10);
 }
 
+// What the search finds is valid and keeps to its cap.
+void searches_are_valid() {
+  std::mt19937 random(22);
+  const auto numbers = [&](int count, int low, int high) {
+    std::vector<double> values;
+    for (int i = 0; i < count; ++i) {
+      values.push_back(low + static_cast<int>(random() % static_cast<unsigned>(high - low + 1)));
+    }
+    return values;
+  };
+  int num_refused = 0;
+  for (int i = 0; i < 60; ++i) {
+    SearchRequest request{1 + static_cast<int>(random() % 3), 1 + static_cast<int>(random() % 4),
+                          1 + static_cast<int>(random() % 3)};
+    const int num_stages = request.num_ranks * request.stages_per_rank;
+    request.costs = {numbers(num_stages, 0, 3),
+                     numbers(num_stages, 2, 5),
+                     numbers(num_stages, 1, 3),
+                     numbers(num_stages, 1, 3),
+                     1.0,
+                     numbers(num_stages, 1, 3),
+                     numbers(num_stages, 1, 3)};
+    if (i % 3 > 0) request.cap_nbytes = numbers(request.num_ranks, 3, 12);
+    try {
+      const Schedule schedule = find_best_schedule(request);
+      for (const bool in_order : validate(schedule).accumulates_in_order) CHECK(in_order);
+      const Simulation found = simulate(schedule, request.costs);
+      for (size_t rank = 0; rank < request.cap_nbytes.size(); ++rank) {
+        CHECK(found.peak_nbytes[rank] <= request.cap_nbytes[rank]);
+      }
+    } catch (const ScheduleError&) {
+      CHECK(!request.cap_nbytes.empty());
+      ++num_refused;
+    }
+  }
+  CHECK(num_refused > 0 && num_refused < 40);
+}
+
 }  // namespace
 
 int main() {
   every_size_works();
   anything_gets_an_answer();
   any_text_gets_an_answer();
+  searches_are_valid();
 }
