@@ -108,8 +108,9 @@ class PipelineParallel(PipelineState):
             example_input=example_input,
         )
         name = type(self).__name__
-        with replicated(groups.replicas, name) as data_parallel_rank:
-            self._parts = build_pipeline(self._engine, name, module, settings, data_parallel_rank)
+        views = bool((data_parallel_options or {}).get("gradient_as_bucket_view"))
+        with replicated(groups.replicas, name) as replica:
+            self._parts = build_pipeline(self._engine, name, module, settings, replica, views)
         self._replicas: Replicas | None = None
         if groups.replicas is not None:
             self._replicas = Replicas(
