@@ -131,9 +131,7 @@ def build_pipeline(
     names = exchange_names(engine, {stage: found.names for stage, found in stages.items()})
     portals = portals_of(exchange_declarations(engine, _declared_skips(partition, layers)))
     channel = _make_channel(engine, model_name)
-    tied = TiedWeights(
-        engine, channel, groups, layers, plan.placement, gradients_are_views
-    )
+    tied = TiedWeights(engine, channel, groups, layers, plan.placement, gradients_are_views)
 
     def make_executor(plan: Schedule) -> _C.PipelineExecutor:
         return _C.PipelineExecutor(

@@ -71,9 +71,16 @@ class StepFrame:
         for statistics in self._statistics:
             statistics.end_step()
 
-    def before_end(self, training: bool, cut: Microbatches) -> None:
-        """Once this rank's gradients are there; what it raises ends the step on all ranks."""
+    def before_end(
+        self, training: bool, cut: Microbatches, mean: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Once this rank's gradients are there; what it raises ends the step on all ranks.
+
+        `mean`, over replicas, is wanted for gradients of earlier steps that are not averaged yet.
+        """
         cut.check_unchanged()
+        if training and mean is not None:
+            self._tied.average_earlier(mean)
         if training:
             self._tied.after_step()
 

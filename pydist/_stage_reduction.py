@@ -12,7 +12,7 @@ A reducer that was in a failed step is of no further use. The next step makes ne
 makes sure that no replica took an optimizer step that others did not.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from pydist import _C
 from pydist._engine import group_engine
-from pydist._process_group import SUM
+from pydist._process_group import MEAN, SUM
 from pydist._replica_audit import compare_replicas
 from pydist._verification import verify_settings
 from pydist.data_parallel import DataParallel
@@ -140,6 +140,7 @@ class Replicas:
         )
         self.rank, self.size = self._engine.rank, self._engine.size
         self._synchronize = True
+        self._unreduced = False  # steps under no_sync since the last one outside
         self.stages = {
             index: StageReduction(module, index, group, options or {})
             for index, module in sorted(stages.items())
@@ -153,6 +154,22 @@ class Replicas:
             yield
         finally:
             self._synchronize = before
+
+    def mean_of_earlier(self) -> Callable[[torch.Tensor], None] | None:
+        """In a step that averages gradients: what does so for those of the steps under no_sync
+        before it, where they are not with the stages' reducers; None where there were none.
+        """
+        return self._average if self._synchronize and self._unreduced else None
+
+    def _average(self, gradient: torch.Tensor) -> None:
+        dense = gradient if gradient.is_contiguous() else gradient.contiguous()
+        self._engine.operations.all_reduce(dense, MEAN, False)
+        if dense is not gradient:
+            gradient.copy_(dense)
+
+    def end_step(self) -> None:
+        """After a training step that succeeded."""
+        self._unreduced = not self._synchronize
 
     @property
     def synchronizes(self) -> bool:

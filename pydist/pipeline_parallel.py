@@ -132,7 +132,10 @@ class PipelineParallel(PipelineState):
         self._split_model = self._parts
         self._aliases = frozenset(map(id, self._parts.aliases))
         self._clip = None
-        self._auto = AutoSchedule(self._engine, num_microbatches) if schedule == AUTO else None
+        self._auto: AutoSchedule | None = None
+        if schedule == AUTO:
+            replicas = None if groups.replicas is None else group_engine(groups.replicas)
+            self._auto = AutoSchedule(self._engine, num_microbatches, replicas)
 
     # -- what is where --------------------------------------------------------------------------
 
@@ -300,8 +303,9 @@ class PipelineParallel(PipelineState):
                 weights = [weight * factor for weight in weights]
         frame = self._parts.frame
         training = kind is StepKind.TRAIN
+        mean = None if replicas is None else replicas.mean_of_earlier()
         with frame.around(training):
-            return self._parts.executor.run(
+            result = self._parts.executor.run(
                 kind=kind,
                 step=self._num_steps,
                 num_rows=inputs.cut.rows,
@@ -313,12 +317,15 @@ class PipelineParallel(PipelineState):
                     "keywords": inputs.keywords or None,
                     "targets": inputs.cut.targets,
                     "finish": Total(weights),
-                    "before_end": lambda: frame.before_end(training, inputs.cut),
+                    "before_end": lambda: frame.before_end(training, inputs.cut, mean),
                     "loss_fn": None,
                     "metrics": None,
                     **python,
                 },
             )
+        if replicas is not None:
+            replicas.end_step()
+        return result
 
     @contextmanager
     def _refusing(self, kind: StepKind, replicas: Replicas | None, met: bool) -> Iterator[None]:

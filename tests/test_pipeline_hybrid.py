@@ -4,6 +4,7 @@ one process per replica gives, with every schedule, and all replicas have the sa
 Four ranks: two pipelines of two ranks each.
 """
 
+import contextlib
 import copy
 import functools
 import os
@@ -446,3 +447,71 @@ def build_wrongly(rank: int, world_size: int) -> None:
 def test_errors_at_the_start() -> None:
     """What contradicts itself, or differs between replicas, raises on every rank."""
     get_pool(4).run(build_wrongly)
+
+
+VOCABULARY = 11
+
+
+def tied_model() -> nn.Sequential:
+    """An embedding whose weight is the last layer's too."""
+    torch.manual_seed(5)
+    embedding = nn.Embedding(VOCABULARY, 6)
+    head = nn.Linear(6, VOCABULARY, bias=False)
+    head.weight = embedding.weight
+    hidden = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()]
+    return nn.Sequential(embedding, *hidden, head)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def train_tied(rank: int, world_size: int) -> None:
+    """Steps are clipped by the norm over all stages, and every second one is a local one first."""
+    mesh = mesh_of()
+    replica = mesh.get_local_rank("dp")
+    model = tied_model()
+    for kind, options in (("1f1b", {}), ("zb-v", {"gradient_as_bucket_view": True})):
+        pipeline = make_pipeline(
+            model,
+            schedule=kind,
+            loss_fn=nn.functional.cross_entropy,
+            data_parallel_options=options,
+        )
+        expected = OneProcess(model, 2, adam)
+        optimizer = adam(pipeline.parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            expected.zero_grad()
+            for synced in (False, True) if step else (True,):
+                tokens = [draw_tokens(2 * step + synced, r) for r in range(2)]
+                expect_step(expected, tokens, nn.functional.cross_entropy, synced)
+                with contextlib.nullcontext() if synced else pipeline.no_sync():
+                    step_of(pipeline, tokens[replica])
+            norm = pipeline.clip_grad_norm_(0.05)
+            for module in expected.replicas:
+                expected_norm = nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+            assert abs(float(norm) - float(expected_norm)) < 1e-5 * float(expected_norm)
+            for each in (optimizer, *expected.optimizers):
+                each.step()
+            assert_matches(pipeline, expected.module, mesh.get_group("dp"), factor=10)
+        state = pipeline.full_state_dict()
+        assert state is not None
+        assert torch.equal(state["0.weight"], state["7.weight"])
+        if kind == "1f1b":  # both ranks of a pipeline have a copy
+            own = dict(pipeline.named_parameters())
+            copies = [own[name] for name in ("0.weight", "7.weight") if name in own]
+            assert_same_on_all_ranks(copies)
+
+
+def draw_tokens(step: int, replica: int) -> Batch:
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    x, target = torch.randint(0, VOCABULARY, (2, 8), generator=generator)
+    return x, target
+
+
+def test_c99_tied_weights_and_clipping() -> None:
+    """An embedding tied to the output layer, in two pipelines: its copies are equal in every bit
+    on all four ranks; gradients are those of one process, also after a step under no_sync, and the
+    norm counts each stage once."""
+    get_pool(4).run(train_tied)
