@@ -49,12 +49,15 @@ bool is_from_waiting(const py::handle& error) {
          PyErr_GivenExceptionMatches(error.ptr(), errors.attr("MismatchError").ptr()) != 0;
 }
 
+using PortalTuple = std::tuple<int, std::string, int, int>;  // port, name, from stage, to stage
+
 // One rank's executor with the Python code of its stages.
 class PipelineExecutor {
  public:
   PipelineExecutor(const Schedule& schedule, int rank, std::shared_ptr<Channel> channel,
                    const std::map<int, py::object>& stages, bool unpacks,
-                   std::optional<uint64_t> base_seed, int data_parallel_rank)
+                   const std::vector<PortalTuple>& portals, std::optional<uint64_t> base_seed,
+                   int data_parallel_rank)
       : num_microbatches_(schedule.num_microbatches) {
     ExecutorOptions options;
     options.schedule = schedule;
@@ -66,6 +69,13 @@ class PipelineExecutor {
       const bool is_last = stage == schedule.num_stages() - 1;
       stages_.push_back(std::make_shared<PythonStage>(callable.ptr(), stage, is_last, unpacks));
       options.stages.push_back({stage, stages_.back()});
+      for (const auto& [port, name, from, to] : portals) {
+        const auto link = [&](int other) {
+          return Link{port, other, schedule.rank_of_stage[other], name};
+        };
+        if (stage == from) options.stages.back().skips_out.push_back(link(to));
+        if (stage == to) options.stages.back().skips_in.push_back(link(from));
+      }
     }
     options.warn = [](const std::string& text) {
       const py::gil_scoped_acquire gil;
@@ -74,14 +84,17 @@ class PipelineExecutor {
     executor_ = std::make_unique<Executor>(std::move(options));
   }
 
-  py::object run(StepKind kind, int64_t step, int num_present, std::vector<double> loss_gradients,
+  py::object run(StepKind kind, int64_t step, std::optional<std::vector<int>> num_rows,
+                 std::vector<double> loss_gradients,
+                 std::map<int, std::shared_ptr<Reducer>> reducers, bool averages,
                  const py::dict& python) {
     const auto given = [&](const char* name) { return reference(python[name]); };
     auto shared = std::make_shared<PythonStep>(
         PythonStep{given("arguments"), given("keywords"), given("targets"), given("loss_fn"),
                    given("metrics"), given("finish"), given("outputs")});
     for (const auto& stage : stages_) stage->set_step(shared, num_microbatches_);
-    StepOptions options{kind, step, num_present, std::move(loss_gradients)};
+    StepOptions options{
+        kind, step, std::move(num_rows), std::move(loss_gradients), std::move(reducers), averages};
     const py::object before_end = python["before_end"];
     options.before_end = [&before_end] {
       const py::gil_scoped_acquire gil;
@@ -106,8 +119,8 @@ class PipelineExecutor {
   py::list records() const {
     py::list list;
     for (const ActionRecord& record : executor_->recorder().records()) {
-      list.append(py::make_tuple(record.action.text(), record.start_ns, record.end_ns,
-                                 record.wait_ns));
+      list.append(
+          py::make_tuple(record.action.text(), record.start_ns, record.end_ns, record.wait_ns));
     }
     return list;
   }
@@ -160,13 +173,17 @@ void bind_pipeline(py::module_& module) {
       .value("FORWARD", StepKind::kForward);
   py::class_<PipelineExecutor>(module, "PipelineExecutor",
                                "Runs one rank's part of a step; see csrc/pipeline/executor.h.")
-      .def(py::init<const Schedule&, int, std::shared_ptr<Channel>,
-                    const std::map<int, py::object>&, bool, std::optional<uint64_t>, int>(),
-           py::arg("schedule"), py::arg("rank"), py::arg("channel"), py::arg("stages"),
-           py::arg("unpacks"), py::arg("base_seed"), py::arg("data_parallel_rank"),
-           "`channel` is None where this rank holds all stages.")
-      .def("run", &PipelineExecutor::run, py::arg("kind"), py::arg("step"), py::arg("num_present"),
-           py::arg("loss_gradients"), py::arg("python"),
+      .def(
+          py::init<const Schedule&, int, std::shared_ptr<Channel>, const std::map<int, py::object>&,
+                   bool, const std::vector<PortalTuple>&, std::optional<uint64_t>, int>(),
+          py::arg("schedule"), py::arg("rank"), py::arg("channel"), py::arg("stages"),
+          py::arg("unpacks"), py::arg("portals"), py::arg("base_seed"),
+          py::arg("data_parallel_rank"),
+          "`channel` is None where this rank holds all stages. A portal is (port, name, from "
+          "stage, "
+          "to stage), see csrc/pipeline/stage_flight.h.")
+      .def("run", &PipelineExecutor::run, py::arg("kind"), py::arg("step"), py::arg("num_rows"),
+           py::arg("loss_gradients"), py::arg("reducers"), py::arg("averages"), py::arg("python"),
            "Collective. What `finish` returned on the last stage's rank; None for FORWARD.")
       .def(
           "refuse",
@@ -174,7 +191,7 @@ void bind_pipeline(py::module_& module) {
             self.executor().refuse(kind, cause);
           },
           py::arg("kind"), py::arg("cause"), py::call_guard<py::gil_scoped_release>(),
-           "Instead of run(): this rank cannot take part, which the others raise with the cause.")
+          "Instead of run(): this rank cannot take part, which the others raise with the cause.")
       .def("record", &PipelineExecutor::record, py::arg("on"),
            "Switches the recorder on or off, from the next step.")
       .def("records", &PipelineExecutor::records,

@@ -81,9 +81,12 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
   ReducerOptions options = reducer_options(settings);
   options.marks_units = !group && !options.comm_hook;
   auto hook = make_comm_hook(settings);
+  const auto remedy = settings["remedy"].cast<std::string>();
+  const auto clue = settings["clue"].cast<std::string>();
   const py::gil_scoped_release no_gil;
   RoundOptions plan = Reducer::plan(parameters, names, options);
   plan.timeout_s = timeout_s;
+  plan.remedy = remedy;
   std::vector<Unit> units = plan.units;
   RoundOptions carried = hook ? HookRound::inner_options(plan) : plan;
   std::unique_ptr<Round> round;
@@ -94,8 +97,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
     board.rank = rank;
     board.size = size;
     board.name = "the reducer of " + options.name;
-    board.remedy = "wrap the module again on every rank, or restart the job";
-    board.clue = "what did it print last? If it had less data, train inside `with model.join():`";
+    board.remedy = remedy;
+    board.clue = clue;
     board.global_ranks = std::move(global_ranks);
     round = SharedRound::create(*wrap_c10d_store(store), board, std::move(carried));
   }

@@ -1,31 +1,46 @@
 """Owns how a model and the wishes of its user become this rank's part of a pipeline."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from pydist import _C, schedule
-from pydist._balance import Balance, choose_balance
+from pydist._balance import Balance, LayerCosts, choose_balance
 from pydist._engine import Engine
-from pydist._keywords import KeywordRoutes, exchange_names
+from pydist._keywords import KeywordRoutes, exchange_names, positional_names
+from pydist._layer_times import measured_costs
 from pydist._microbatches import Slicer
 from pydist._partition import (
     ModuleSource,
     Partition,
+    TiedGroup,
+    check_shared_statistics,
+    declared_ties,
+    modules_given,
     modules_of_list,
     modules_of_sequential,
     partition_list,
     partition_sequential,
+    tied_parameters,
 )
+from pydist._pipeline_step import StepFrame
+from pydist._running_statistics import StageStatistics
 from pydist._stage import ModuleStage, Names, SequentialStage, keyword_names
+from pydist._tied_weights import TiedWeights, separate_stages
 from pydist._verification import verify_settings
 from pydist.errors import UsageError
 from pydist.schedule import Schedule
+from pydist.skip import Declaration, declarations_of, exchange_declarations, portals_of
 
-_Model = nn.Sequential | Sequence[ModuleSource]
+Model = nn.Sequential | Sequence[ModuleSource]
+
+# What "auto" starts with, until it has measured the stages.
+AUTO = "auto"
+FIRST_OF_AUTO = "1f1b"
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,9 @@ class PipelineSettings:
     chunk_dim: int | Mapping[str, int]
     replicate: Sequence[str]
     loss_reduction: str
+    tied: Sequence[Sequence[str]]
+    deferred_batch_norm: bool
+    example_input: Any  # of one microbatch, to measure layers with
 
     def check(self) -> None:
         """Raises UsageError for what no pipeline could do."""
@@ -51,85 +69,123 @@ class PipelineSettings:
                 f'loss_reduction is {self.loss_reduction!r}; expected "mean" or "sum", whichever '
                 "loss_fn does over the rows of a batch"
             )
+        if self.schedule == AUTO and self.stages_per_rank not in (None, 1):
+            raise UsageError(
+                f'schedule="auto" needs one stage per rank, not {self.stages_per_rank}: others '
+                "may be placed in several ways, and stages do not move once they have been measured"
+            )
 
 
-@dataclass(frozen=True)
+@dataclass
 class PipelineParts:
-    """This rank's part, ready to run."""
+    """This rank's part, ready to run. A SplitModel (see _unsplit.py)."""
 
+    engine: Engine
     schedule: Schedule
     partition: Partition
     local_stages: dict[int, nn.Module]
-    local_layers: list[tuple[str, nn.Module]]  # by their names in the unsplit model
+    local_layers: list[tuple[str, nn.Module]]
+    tied_names: list[list[str]]
+    aliases: list[nn.Parameter]  # leaves that are no parameters of their own
     executor: _C.PipelineExecutor
     slicer: Slicer
     routes: KeywordRoutes
+    frame: StepFrame
+    _make_executor: Any
+
+    @property
+    def layer_names(self) -> Sequence[str]:
+        """Of the unsplit model."""
+        return self.partition.layer_names
+
+    def change_schedule(self, plan: Schedule) -> None:
+        """From the next step on; stages stay where they are."""
+        self.schedule = plan
+        self.executor = self._make_executor(plan)
 
 
 def build_pipeline(
-    engine: Engine, model_name: str, model: _Model, settings: PipelineSettings
+    engine: Engine,
+    model_name: str,
+    model: Model,
+    settings: PipelineSettings,
+    data_parallel_rank: int = 0,
+    gradients_are_views: bool = False,
 ) -> PipelineParts:
     """Collective. Raises on every rank where one cannot."""
+    costs = _measure_layers(engine, model_name, model, settings)
     with engine.all_or_none(f"making {model_name}"):
         settings.check()
         plan = _resolve_schedule(settings, engine.size)
-        partition = _split(model, settings, plan)
+        partition = _split(model, settings, plan, costs)
         local = [s for s, rank in enumerate(plan.placement) if rank == engine.rank]
-        modules = (
-            modules_of_sequential(model)
-            if isinstance(model, nn.Sequential)
-            else modules_of_list(model, local)
-        )
-        stages = {stage: _Stage(model, partition, stage, modules) for stage in local}
-        layers = [layer for stage in stages.values() for layer in stage.layers.items()]
-        _check_devices(layers)
-    verify_settings(engine, model_name, _agreed(settings, plan, partition))
+        layers, groups = _take_layers(model, partition, local, settings)
+        stages = {stage: _Stage(model, partition, stage, layers[stage]) for stage in local}
+        statistics = [
+            StageStatistics(stage.module, settings.deferred_batch_norm) for stage in stages.values()
+        ]
+        local_layers = [layer for stage in local for layer in layers[stage].items()]
+        _check_devices(local_layers)
+    verify_settings(engine, model_name, _agreed(settings, plan, partition, groups))
     base_seed = int(engine.exchange_bytes(str(torch.initial_seed()).encode())[0])
     names = exchange_names(engine, {stage: found.names for stage, found in stages.items()})
-    executor = _C.PipelineExecutor(
-        schedule=plan._plan,
-        rank=engine.rank,
-        channel=_make_channel(engine, model_name),
-        stages={stage: found.code for stage, found in stages.items()},
-        unpacks=not isinstance(model, nn.Sequential),
-        base_seed=base_seed % 2**64,
-        data_parallel_rank=0,
-    )
+    portals = portals_of(exchange_declarations(engine, _declared_skips(partition, layers)))
+    channel = _make_channel(engine, model_name)
+    tied = TiedWeights(engine, channel, groups, layers, plan.placement, gradients_are_views)
+
+    def make_executor(plan: Schedule) -> _C.PipelineExecutor:
+        return _C.PipelineExecutor(
+            schedule=plan._plan,
+            rank=engine.rank,
+            channel=channel,
+            stages={stage: found.code for stage, found in stages.items()},
+            unpacks=not isinstance(model, nn.Sequential),
+            portals=[(each.number, each.name, each.from_stage, each.to_stage) for each in portals],
+            base_seed=base_seed % 2**64,
+            data_parallel_rank=data_parallel_rank,
+        )
+
     return PipelineParts(
+        engine=engine,
         schedule=plan,
         partition=partition,
         local_stages={stage: found.module for stage, found in stages.items()},
-        local_layers=layers,
-        executor=executor,
+        local_layers=local_layers,
+        tied_names=[[name for _, name in group] for group in groups],
+        aliases=tied.aliases,
+        executor=make_executor(plan),
         slicer=Slicer(
             settings.num_microbatches,
             settings.chunk_dim,
             settings.replicate,
+            positional_names=stages[0].positional_names if 0 in stages else (),
             has_first_stage=0 in stages,
             has_last_stage=plan.num_stages - 1 in stages,
         ),
         routes=KeywordRoutes(names),
+        frame=StepFrame(statistics, tied),
+        _make_executor=make_executor,
     )
 
 
 class _Stage:
-    """One stage of this rank: its layers, and what the executor calls."""
+    """One stage of this rank: what the executor calls, and what that takes."""
 
     def __init__(
-        self, model: _Model, partition: Partition, stage: int, modules: Mapping[int, nn.Module]
+        self, model: Model, partition: Partition, stage: int, layers: dict[str, nn.Module]
     ) -> None:
-        indices = list(partition.layers_of(stage))
-        self.layers = {partition.layer_names[index]: modules[index] for index in indices}
         self.module: nn.Module
         self.code: Any
         self.names: Names
+        first = next(iter(layers.values()))
+        self.positional_names = positional_names(first)
         if isinstance(model, nn.Sequential):
-            self.module = self.code = SequentialStage(self.layers, indices)
-            self.names = _union([keyword_names(layer, 1) for layer in self.layers.values()])
+            self.module = self.code = SequentialStage(layers, list(partition.layers_of(stage)))
+            self.names = _union([keyword_names(layer, 1) for layer in layers.values()])
         else:
-            [self.module] = self.layers.values()
-            self.code = ModuleStage(self.module, stage)
-            self.names = keyword_names(self.module)
+            self.module = first
+            self.code = ModuleStage(first, stage)
+            self.names = keyword_names(first)
 
 
 def _union(names: Sequence[Names]) -> Names:
@@ -141,12 +197,32 @@ def _union(names: Sequence[Names]) -> Names:
     return frozenset(found)
 
 
+def _measure_layers(
+    engine: Engine, model_name: str, model: Model, settings: PipelineSettings
+) -> LayerCosts | None:
+    """What the first rank has measured, so that all ranks cut alike. Collective."""
+    if settings.balance != "time":
+        return None
+    mine = b""
+    with engine.all_or_none(f"measuring the layers of {model_name}"):
+        if not isinstance(model, nn.Sequential):
+            raise UsageError('balance="time" is for an nn.Sequential; a list is cut already')
+        if settings.example_input is None:
+            raise UsageError(
+                'balance="time" measures the layers, and needs example_input for that: the input '
+                "of one microbatch, on every rank"
+            )
+        if engine.rank == 0:
+            costs = measured_costs(list(model), (settings.example_input,))
+            mine = json.dumps(asdict(costs)).encode()
+    return LayerCosts(**json.loads(engine.exchange_bytes(mine)[0]))
+
+
 def _resolve_schedule(settings: PipelineSettings, num_ranks: int) -> Schedule:
     wanted = settings.schedule
     if isinstance(wanted, str):
-        return schedule.build(
-            wanted, num_ranks, settings.num_microbatches, settings.stages_per_rank
-        )
+        kind = FIRST_OF_AUTO if wanted == AUTO else wanted
+        return schedule.build(kind, num_ranks, settings.num_microbatches, settings.stages_per_rank)
     if not isinstance(wanted, Schedule):
         raise UsageError(
             f"schedule is {type(wanted).__name__}; expected the name of a kind "
@@ -171,9 +247,11 @@ def _resolve_schedule(settings: PipelineSettings, num_ranks: int) -> Schedule:
     return wanted
 
 
-def _split(model: _Model, settings: PipelineSettings, plan: Schedule) -> Partition:
+def _split(
+    model: Model, settings: PipelineSettings, plan: Schedule, costs: LayerCosts | None
+) -> Partition:
     if isinstance(model, nn.Sequential):
-        balance = choose_balance(list(model), settings.balance, plan.placement)
+        balance = choose_balance(list(model), settings.balance, plan.placement, costs)
         return partition_sequential(model, balance)
     if isinstance(model, nn.Module) or not isinstance(model, Sequence):
         raise UsageError(
@@ -188,6 +266,35 @@ def _split(model: _Model, settings: PipelineSettings, plan: Schedule) -> Partiti
     return partition_list(model, plan.num_stages)
 
 
+def _take_layers(
+    model: Model, partition: Partition, local: Sequence[int], settings: PipelineSettings
+) -> tuple[dict[int, dict[str, nn.Module]], list[TiedGroup]]:
+    """The local stages' layers by their names, and what all stages share."""
+    if isinstance(model, nn.Sequential):
+        seen = modules = modules_of_sequential(model)
+    else:
+        seen, modules = modules_given(model), modules_of_list(model, local)
+    check_shared_statistics(partition, seen)
+    groups = [*tied_parameters(partition, seen), *declared_ties(partition, settings.tied)]
+    layers = {
+        stage: {partition.layer_names[i]: modules[i] for i in partition.layers_of(stage)}
+        for stage in local
+    }
+    separate_stages(groups, layers)
+    return layers, groups
+
+
+def _declared_skips(
+    partition: Partition, layers: Mapping[int, dict[str, nn.Module]]
+) -> list[Declaration]:
+    found: list[Declaration] = []
+    for stage, named in layers.items():
+        indices = partition.layers_of(stage)
+        triples = [(i, *item) for i, item in zip(indices, named.items(), strict=True)]
+        found += declarations_of(stage, triples)
+    return found
+
+
 def _check_devices(layers: Sequence[tuple[str, nn.Module]]) -> None:
     for layer_name, layer in layers:
         for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
@@ -197,16 +304,20 @@ def _check_devices(layers: Sequence[tuple[str, nn.Module]]) -> None:
                 )
 
 
-def _agreed(settings: PipelineSettings, plan: Schedule, partition: Partition) -> dict[str, Any]:
+def _agreed(
+    settings: PipelineSettings, plan: Schedule, partition: Partition, groups: list[TiedGroup]
+) -> dict[str, Any]:
     return {
         "num_microbatches": settings.num_microbatches,
         "schedule": plan.name,
         "actions of the schedule": plan.actions,
         "layers of each stage": list(partition.balance),
         "names of the layers": list(partition.layer_names),
+        "tied parameters": [list(map(list, group)) for group in groups],
         "chunk_dim": str(settings.chunk_dim),
         "replicate": list(settings.replicate),
         "loss_reduction": settings.loss_reduction,
+        "deferred_batch_norm": settings.deferred_batch_norm,
     }
 
 

@@ -1,6 +1,7 @@
 """Owns what one step of a pipeline is given, and what it returns."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from pydist._keywords import KeywordRoutes
 from pydist._microbatches import Microbatches, Slicer, merge_outputs, shares, target_weights
+from pydist._running_statistics import StageStatistics
+from pydist._tied_weights import TiedWeights
 from pydist.errors import UsageError
 
 Loss = Callable[[Any, Any], Tensor]
@@ -18,6 +21,17 @@ class ScalesLoss(Protocol):
     """torch.amp.GradScaler, or pydist.GradScaler."""
 
     def get_scale(self) -> float: ...
+
+
+class ActionRecord(NamedTuple):
+    """An action as it ran: in ns of the monotonic clock, which a machine's ranks share."""
+
+    action: str
+    start_ns: int
+    end_ns: int
+    """Everything that it gives has been sent."""
+    wait_ns: int
+    """Of that, for messages of other ranks."""
 
 
 class StepResult(NamedTuple):
@@ -32,6 +46,43 @@ class StepResult(NamedTuple):
     loss: Tensor
     metrics: dict[str, Any] | None
     outputs: Any
+
+
+class StepFrame:
+    """What this rank does around the actions of a step."""
+
+    def __init__(self, statistics: Sequence[StageStatistics], tied: TiedWeights) -> None:
+        self._statistics = statistics
+        self._tied = tied
+
+    @contextmanager
+    def around(self, training: bool) -> Iterator[None]:
+        """From before the first action until the step has ended on all ranks."""
+        for statistics in self._statistics:
+            statistics.begin_step()
+        if training:
+            self._tied.before_step()
+        try:
+            yield
+        except BaseException:
+            if training:
+                self._tied.failed_step()
+            raise
+        for statistics in self._statistics:
+            statistics.end_step()
+
+    def before_end(
+        self, training: bool, cut: Microbatches, mean: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Once this rank's gradients are there; what it raises ends the step on all ranks.
+
+        `mean`, over replicas, is wanted for gradients of earlier steps that are not averaged yet.
+        """
+        cut.check_unchanged()
+        if training and mean is not None:
+            self._tied.average_earlier(mean)
+        if training:
+            self._tied.after_step()
 
 
 # Stands where a microbatch has no output.
@@ -49,6 +100,7 @@ class StepInputs:
         local_stages: Sequence[int],
     ) -> None:
         args, kwargs, target = given
+        self.total_weight = 0.0  # what loss_weight gave for the whole batch
         routes.check(kwargs)
         self.cut: Microbatches = slicer.cut(args, kwargs, target)
         self.keywords = {
@@ -57,17 +109,14 @@ class StepInputs:
             if kwargs
         }
 
-    @property
-    def num_present(self) -> int:
-        """Microbatches that have rows; -1 where nothing given on this rank tells."""
-        return -1 if self.cut.rows is None else self.cut.num_present
-
     def weights(self, reduction: str, loss_weight: Callable[[Any], Any] | None) -> list[float]:
         """Of each microbatch that is present, in the loss of the batch."""
         if reduction == "sum":
             return [1.0] * self.cut.num_present
         if loss_weight is not None:
-            return shares(target_weights(loss_weight, self.cut.targets))
+            weights = target_weights(loss_weight, self.cut.targets)
+            self.total_weight = sum(weights)
+            return shares(weights)
         return self.cut.row_weights()
 
 

@@ -45,6 +45,10 @@ class Wrapping(TorchSurface):
     skip_all_reduce_unused_params: bool
     unused_parameters: str
 
+    # What a failed round's message says: what to do, and where to look after a peer's death.
+    _remedy = "wrap the module again on every rank, or restart the job"
+    _clue = "what did it print last? If it had less data, train inside `with model.join():`"
+
     def _build(self, init_sync: bool) -> None:
         """Collective: a rank that cannot wrap its module lets the others know before it raises."""
         self._engine = group_engine(self.process_group)
@@ -109,6 +113,8 @@ class Wrapping(TorchSurface):
         """What the C++ reducer reads (see bindings_reducer.cpp)."""
         return {
             "name": self._model_name,
+            "remedy": self._remedy,
+            "clue": self._clue,
             "backend": dist.get_backend(self.process_group),
             "bucket_caps_nbytes": self._bucket_caps.caps_nbytes,
             "skip_unused": self.skip_all_reduce_unused_params,

@@ -89,11 +89,9 @@ PYTHON_LAYERS = [
     {"_wrapping"},
     {"_hook_surface"},
     {"data_parallel"},
-    {"_stage_reduction"},
-    {"_pipeline_build", "_pipeline_step"},
-    {"pipeline_parallel"},
-    {"_schedule_command"},
-    {"_cli"},
+    {"_pipeline_state_surface", "_pipeline_step", "_stage_reduction"},
+    {"_auto_schedule", "_pipeline_build", "_schedule_command"},
+    {"_cli", "pipeline_parallel"},
     {"__init__", "__main__"},
 ]
 

@@ -55,6 +55,7 @@ RoundOptions HookRound::inner_options(const RoundOptions& options) {
   RoundOptions inner;
   inner.num_parameters = options.num_parameters + 1;
   inner.timeout_s = options.timeout_s;
+  inner.remedy = options.remedy;
   return inner;
 }
 
@@ -271,7 +272,7 @@ void HookRound::give_up(int peer) {
   inner_->fail(reason);
   throw PeerError(concat(reason, "; it did not raise on ", describe(rank()),
                          ", which raises in round ", round_,
-                         ", and the process group cannot be used any more"));
+                         ", and its process group cannot be used any more: ", options_.remedy));
 }
 
 void HookRound::fail(const std::string& reason) noexcept {

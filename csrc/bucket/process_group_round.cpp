@@ -180,7 +180,8 @@ void ProcessGroupRound::check_now() {
 void ProcessGroupRound::raise_failed(const std::string& operation) {
   if (failure_.empty()) failure_ = store_->get("failure");
   throw PeerError(concat(failure_, "; ", describe(rank()), " raises in round ", round_, ", ",
-                         operation, ", and the process group cannot be used any more"));
+                         operation,
+                         ", and its process group cannot be used any more: ", options_.remedy));
 }
 
 void ProcessGroupRound::raise_timeout(const std::string& operation) {

@@ -82,6 +82,7 @@ struct RoundOptions {
   std::vector<std::string> unit_names;  // for messages
   int num_parameters = 0;
   double timeout_s = 1800;
+  std::string remedy;  // after a failure, for messages
   // Called between the claim of a chunk and its reduction; for tests that delay or kill a rank
   // there.
   void (*on_chunk)() = nullptr;

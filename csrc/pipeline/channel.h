@@ -38,6 +38,7 @@ struct Message {
   bool absent = false;         // the batch has too few rows for this microbatch: nothing to compute
   std::string structure = {};  // how the slots form a value (value_codec.h); empty for gradients
   std::vector<Slot> slots = {};
+  int32_t num_rows = -1;  // of the microbatch, as the first stage's rank knows; -1: it does not
 };
 
 // What all ranks must be doing together.
@@ -81,6 +82,9 @@ class Channel {
   virtual Message receive(int source, const MessageKey& key, const Describe& describe) = 0;
   // Whether receive() would return at once. Cheap.
   virtual bool has_arrived(int source, const MessageKey& key) = 0;
+  // Returns once nothing that was sent is kept here: so that this rank may wait for others than the
+  // group's. Raises as receive() does.
+  virtual void flush(const Describe& describe) = 0;
   // Returns once all ranks have called it, so that a step fails on all ranks or on none. Raises as
   // receive() does.
   virtual void end_step(const Describe& describe) = 0;

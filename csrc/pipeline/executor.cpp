@@ -15,10 +15,14 @@ namespace {
 
 const char* word(ActionKind kind) {
   switch (kind) {
-    case ActionKind::kForward: return "forward";
-    case ActionKind::kBackward: return "backward";
-    case ActionKind::kInput: return "input backward";
-    case ActionKind::kWeight: return "weight backward";
+    case ActionKind::kForward:
+      return "forward";
+    case ActionKind::kBackward:
+      return "backward";
+    case ActionKind::kInput:
+      return "input backward";
+    case ActionKind::kWeight:
+      return "weight backward";
   }
   return "action";
 }
@@ -98,10 +102,11 @@ void Executor::run_action(const PlannedAction& planned) {
   current_ = action;
   Stage& stage = stages_[index_of_stage_[action.stage]];
   recorder_.begin(action);
-  const bool is_last = planned.completes_gradients;
-  if (is_last && stage.local.before_last_backward) stage.local.before_last_backward();
+  Reducer* const reducer = reducer_of(action);
+  const bool is_last = planned.completes_gradients && step_.averages;
+  if (reducer != nullptr) reducer->begin_backward(is_last);
   dispatch(stage, stage.flights[action.microbatch], action);
-  if (is_last && stage.local.after_last_backward) stage.local.after_last_backward();
+  if (reducer != nullptr) reducer->end_backward();
   recorder_.end();
 }
 
@@ -130,12 +135,10 @@ void Executor::dispatch(Stage& stage, StageFlight& flight, const Action& action)
 
 void Executor::forward(Stage& stage, StageFlight& flight, int microbatch) {
   Message input;
-  flight.absent = stage.in.empty() ? microbatch >= step_.num_present
-                                   : !take_inputs(stage, flight, microbatch, input);
-  PYDIST_CHECK(step_.num_present < 0 || flight.absent == (microbatch >= step_.num_present),
-               MismatchError, "the first stage's batch has ", flight.absent ? "no" : "some",
-               " rows for microbatch ", microbatch, ", but what this rank was given has rows for ",
-               step_.num_present, " microbatches; pass a batch and a target of as many rows");
+  const Rows rows =
+      stage.in.empty() ? own_rows(microbatch) : take_inputs(stage, flight, microbatch, input);
+  check_rows(rows, microbatch);
+  flight.absent = rows.absent;
   output_.structure.clear();
   output_.slots.clear();
   output_.roots.clear();
@@ -147,23 +150,40 @@ void Executor::forward(Stage& stage, StageFlight& flight, int microbatch) {
     const bool is_first = stage.local.stage == 0;
     stage.local.code->forward(stage.context, is_first ? nullptr : &input, output_);
   }
-  give_outputs(stage, flight, microbatch);
+  give_outputs(stage, flight, microbatch, rows);
   if (stage.is_last && ++num_last_forwards_ == options_.schedule.num_microbatches) {
     send_result(stage);
   }
 }
 
-// Whether the microbatch is there. Fills `input` with the neighbour's value, and the context with
-// skips.
-bool Executor::take_inputs(Stage& stage, StageFlight& flight, int microbatch, Message& input) {
+Executor::Rows Executor::own_rows(int microbatch) const {
+  if (!step_.num_rows) return {};
+  const size_t index = static_cast<size_t>(microbatch);
+  if (index >= step_.num_rows->size()) return {true, 0};
+  return {false, (*step_.num_rows)[index]};
+}
+
+// Where ranks are given batches of different sizes, losses may go well and weights be wrong.
+void Executor::check_rows(const Rows& rows, int microbatch) const {
+  const Rows own = own_rows(microbatch);
+  const bool known = step_.num_rows && (rows.absent || rows.number >= 0);
+  PYDIST_CHECK(!known || (own.absent == rows.absent && own.number == rows.number), MismatchError,
+               "microbatch ", microbatch, " has ", rows.number,
+               " rows on the first stage's rank, but ", own.number,
+               " of what this rank was given; pass a batch and a target of as many rows");
+}
+
+// Fills `input` with the neighbour's value, and the context with skips.
+Executor::Rows Executor::take_inputs(Stage& stage, StageFlight& flight, int microbatch,
+                                     Message& input) {
   received_.clear();
   stage.context.skips.clear();
-  bool is_there = true;
+  Rows rows;
   for (size_t k = 0; k < stage.in.size(); ++k) {
     const Link& link = stage.in[k];
     const MessageKey key{MessageKind::kActivation, stage.local.stage, microbatch, link.port};
     Message message = obtain(link, key, flight.inputs[k]);
-    is_there = is_there && !message.absent;
+    if (link.port == 0) rows = {message.absent, message.num_rows};
     for (Slot& slot : message.slots) {
       const bool wanted = slot.requires_grad && step_.kind == StepKind::kTrain;
       flight.from[k].add(wanted);
@@ -175,10 +195,10 @@ bool Executor::take_inputs(Stage& stage, StageFlight& flight, int microbatch, Me
       stage.context.skips.put(link.skip, std::move(message.slots.at(0).tensor));
     }
   }
-  return is_there;
+  return rows;
 }
 
-void Executor::give_outputs(Stage& stage, StageFlight& flight, int microbatch) {
+void Executor::give_outputs(Stage& stage, StageFlight& flight, int microbatch, const Rows& rows) {
   const size_t num_slots = output_.slots.size();
   if (!flight.absent) add_skips(stage);
   if (!flight.absent && step_.kind == StepKind::kTrain) {
@@ -193,7 +213,8 @@ void Executor::give_outputs(Stage& stage, StageFlight& flight, int microbatch) {
   for (size_t k = 0; k < stage.out.size(); ++k) {
     const Link& link = stage.out[k];
     Message message{{MessageKind::kActivation, link.stage, microbatch, link.port}};
-    message.absent = flight.absent;
+    message.absent = rows.absent;
+    message.num_rows = rows.number;
     if (link.port == 0) message.structure = std::move(output_.structure);
     for (size_t left = flight.absent ? 0 : link.port == 0 ? num_slots : 1; left > 0; --left) {
       flight.to[k].add((root++)->is_valid());
@@ -265,6 +286,9 @@ at::Tensor Executor::loss_gradient(const at::Tensor& loss, int microbatch) {
 Message Executor::obtain(const Link& link, const MessageKey& key,
                          std::optional<Message>& handed_over) {
   if (link.rank != options_.rank) {
+    if (!step_.reducers.empty() && !options_.channel->has_arrived(link.rank, key)) {
+      for (const auto& [number, reducer] : step_.reducers) reducer->progress();
+    }
     return recorder_.waiting([&] {
       return options_.channel->receive(link.rank, key,
                                        [this] { return concat("to run ", where()); });
@@ -300,24 +324,43 @@ void Executor::send_result(const Stage& stage) {
 }
 
 void Executor::end_step() {
-  if (step_.before_end) step_.before_end();
   const int last = options_.schedule.num_stages() - 1;
   const int source = options_.schedule.rank_of_stage[last];
   if (step_.kind != StepKind::kForward && source != options_.rank) {
     result_ = options_.channel->receive(source, {MessageKind::kResult},
                                         [] { return "to return the loss of a step"; });
   }
+  finish_rounds();
+  if (step_.before_end) step_.before_end();
   if (options_.channel != nullptr) {
     options_.channel->end_step([] { return "to end the step"; });
   }
+}
+
+Reducer* Executor::reducer_of(const Action& action) const {
+  if (action.kind == ActionKind::kForward) return nullptr;
+  const auto found = step_.reducers.find(action.stage);
+  return found == step_.reducers.end() ? nullptr : found->second.get();
+}
+
+// Ranks of other pipelines are waited for only now. They may depend on what their own pipeline's
+// ranks send, as this one's do on ours, so that nothing of it may be left here. In the order of
+// stages, which is the same on all replicas, whatever the order in which they were complete.
+void Executor::finish_rounds() {
+  if (step_.reducers.empty()) return;
+  if (options_.channel != nullptr) {
+    options_.channel->flush([] { return "before gradients are averaged over replicas"; });
+  }
+  for (const auto& [number, reducer] : step_.reducers) reducer->finish_round();
 }
 
 void Executor::warn_if_unsplit(Stage& stage, const StageFlight& flight) {
   const std::string& reason = flight.backward->why_not_split();
   if (reason.empty() || stage.warned || !options_.warn) return;
   stage.warned = true;
-  options_.warn(concat("the backward of stage ", stage.local.stage,
-                       " cannot be split into I and W, so that B runs in the place of I: ", reason));
+  options_.warn(
+      concat("the backward of stage ", stage.local.stage,
+             " cannot be split into I and W, so that B runs in the place of I: ", reason));
 }
 
 std::string Executor::where() const {
@@ -328,6 +371,7 @@ std::string Executor::where() const {
 }
 
 void Executor::fail(const std::string& reason) noexcept {
+  for (const auto& [stage, reducer] : step_.reducers) reducer->give_up(reason);
   if (options_.channel != nullptr) options_.channel->fail(reason);
 }
 

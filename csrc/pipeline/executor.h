@@ -13,11 +13,13 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "bucket/reducer.h"
 #include "pipeline/channel.h"
 #include "pipeline/lowering.h"
 #include "pipeline/recorder.h"
@@ -32,9 +34,6 @@ struct LocalStage {
   std::shared_ptr<StageCode> code;
   std::vector<Link> skips_in = {};
   std::vector<Link> skips_out = {};
-  // Around the last B or W of a training step; each may be empty.
-  std::function<void()> before_last_backward = nullptr;
-  std::function<void()> after_last_backward = nullptr;
 };
 
 struct ExecutorOptions {
@@ -51,12 +50,15 @@ struct ExecutorOptions {
 struct StepOptions {
   StepKind kind = StepKind::kTrain;
   int64_t step = 0;  // the number that layers' seeds depend on
-  // Microbatches that there are rows for; the others are absent. Known where the first stage is;
-  // elsewhere it is -1, or must agree with what comes from there.
-  int num_present = 0;
+  // Of each microbatch that is there; those beyond are absent. Known where the first stage is;
+  // elsewhere nothing (no number is known), or it must agree with what comes from there.
+  std::optional<std::vector<int>> num_rows = std::nullopt;
   // Of the last stage's rank: the gradient of the total with respect to each microbatch's loss.
   std::vector<double> loss_gradients = {};
-  // Called after this rank's last action, before the step ends on all ranks; may be empty.
+  // By stage, of a training step: what averages its gradients over the pipeline's replicas.
+  std::map<int, std::shared_ptr<Reducer>> reducers = {};
+  bool averages = true;  // else gradients stay this pipeline's own, until a later step
+  // Called when this rank's gradients are there, before the step ends on all ranks; may be empty.
   std::function<void()> before_end = nullptr;
 };
 
@@ -77,6 +79,11 @@ class Executor {
   Recorder& recorder() { return recorder_; }
 
  private:
+  // Of a microbatch.
+  struct Rows {
+    bool absent = false;
+    int number = -1;  // -1: not known
+  };
   struct Stage {
     LocalStage local;
     std::vector<Link> in;   // where inputs come from
@@ -93,8 +100,10 @@ class Executor {
   void dispatch(Stage& stage, StageFlight& flight, const Action& action);
 
   void forward(Stage& stage, StageFlight& flight, int microbatch);
-  bool take_inputs(Stage& stage, StageFlight& flight, int microbatch, Message& input);
-  void give_outputs(Stage& stage, StageFlight& flight, int microbatch);
+  Rows take_inputs(Stage& stage, StageFlight& flight, int microbatch, Message& input);
+  Rows own_rows(int microbatch) const;
+  void check_rows(const Rows& rows, int microbatch) const;
+  void give_outputs(Stage& stage, StageFlight& flight, int microbatch, const Rows& rows);
   void take_gradients(Stage& stage, StageFlight& flight, int microbatch);
   void give_gradients(Stage& stage, StageFlight& flight, int microbatch);
   at::Tensor loss_gradient(const at::Tensor& loss, int microbatch);
@@ -104,6 +113,8 @@ class Executor {
   Message obtain(const Link& link, const MessageKey& key, std::optional<Message>& handed_over);
   void deliver(const Link& link, Message message);
   void send_result(const Stage& stage);
+  Reducer* reducer_of(const Action& action) const;
+  void finish_rounds();
   void end_step();
   void drop_step() noexcept;
 

@@ -130,6 +130,7 @@ void write_envelope(const Message& message, const Stamp& stamp, std::vector<uint
   header.message_kind = static_cast<uint8_t>(message.key.kind);
   header.num_slots = static_cast<uint32_t>(message.slots.size());
   header.absent = message.absent ? 1 : 0;
+  header.num_rows = message.num_rows;
   bytes.resize(sizeof(header));
   append(bytes, message.structure.data(), message.structure.size());
   bytes.resize(round_up(bytes.size(), kWord));
@@ -176,6 +177,7 @@ Message read_message(const uint8_t* envelope, const uint8_t* payload, StoragePoo
   Message message;
   message.key = header.key();
   message.absent = header.absent != 0;
+  message.num_rows = header.num_rows;
   message.structure.assign(reinterpret_cast<const char*>(reader.take(header.structure_nbytes)),
                            header.structure_nbytes);
   message.slots.resize(header.num_slots);

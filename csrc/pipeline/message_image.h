@@ -45,7 +45,7 @@ struct ImageHeader {
   uint8_t message_kind = 0;
   uint8_t absent = 0;
   uint8_t ends_step = 0;  // no message: its sender has ended the step
-  uint32_t unused = 0;
+  int32_t num_rows = -1;
 
   Stamp stamp() const { return {generation, step, static_cast<StepKind>(step_kind)}; }
   MessageKey key() const {

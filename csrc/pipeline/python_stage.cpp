@@ -64,8 +64,8 @@ PythonStage::~PythonStage() {
 void PythonStage::set_step(std::shared_ptr<PythonStep> step, int num_microbatches) {
   step_ = std::move(step);
   losses_ = step_ != nullptr && is_last_ ? list_of_none(num_microbatches) : nullptr;
-  metrics_ = losses_ != nullptr && step_->metrics != nullptr ? list_of_none(num_microbatches)
-                                                             : nullptr;
+  metrics_ =
+      losses_ != nullptr && step_->metrics != nullptr ? list_of_none(num_microbatches) : nullptr;
 }
 
 void PythonStage::forward(const StageContext& context, Message* input, StageOutput& output) {
@@ -116,8 +116,7 @@ PyObject* PythonStage::keywords_of(int microbatch) const {
 
 void PythonStage::take_loss(int microbatch, PyObject* value, StageOutput& output) {
   PyObject* const arguments[] = {value, item_of(step_->targets.get(), microbatch)};
-  THPObjectPtr loss(
-      checked(PyObject_Vectorcall(step_->loss_fn.get(), arguments, 2, nullptr)));
+  THPObjectPtr loss(checked(PyObject_Vectorcall(step_->loss_fn.get(), arguments, 2, nullptr)));
   const bool is_tensor = THPVariable_Check(loss.get());
   PYDIST_CHECK(is_tensor && THPVariable_Unpack(loss.get()).numel() == 1, UsageError,
                "loss_fn returned ",
@@ -136,8 +135,7 @@ Message PythonStage::result() {
   const WithGil gil;
   PyObject* metrics = metrics_ != nullptr ? metrics_.get() : Py_None;
   PyObject* const arguments[] = {losses_.get(), metrics};
-  THPObjectPtr value(
-      checked(PyObject_Vectorcall(step_->finish.get(), arguments, 2, nullptr)));
+  THPObjectPtr value(checked(PyObject_Vectorcall(step_->finish.get(), arguments, 2, nullptr)));
   Message message{{MessageKind::kResult}};
   encode_value(value.get(), "the result of the step", message.structure, message.slots);
   return message;

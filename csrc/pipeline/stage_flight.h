@@ -23,7 +23,10 @@ struct Link {
 // What went over one link: a flag for each slot of the value, set if a gradient comes back for it.
 class GradientSlots {
  public:
-  void clear() { wanted_.clear(); any_ = false; }
+  void clear() {
+    wanted_.clear();
+    any_ = false;
+  }
   void add(bool wanted) {
     wanted_.push_back(wanted);
     any_ = any_ || wanted;

@@ -60,6 +60,18 @@ void StepChannel::begin_step(StepKind kind) {
   state_ = State::kInStep;
 }
 
+void StepChannel::flush(const Describe& describe) {
+  check_step("flush");
+  await(
+      [&] {
+        const int kept = hand_over();
+        take_in();
+        if (kept != kNobody) look_for_failure(stamp_.step);
+        return kept;
+      },
+      [&] { return concat("sending in ", describe_step(stamp_), " ", describe()); });
+}
+
 void StepChannel::end_step(const Describe& describe) {
   check_step("end_step");
   for (int r = 0; r < size(); ++r) {

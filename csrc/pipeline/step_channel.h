@@ -36,6 +36,7 @@ class StepChannel : public Channel {
   void send(int destination, Message message) final;
   Message receive(int source, const MessageKey& key, const Describe& describe) final;
   bool has_arrived(int source, const MessageKey& key) final;
+  void flush(const Describe& describe) final;
   void end_step(const Describe& describe) final;
   void fail(const std::string& reason) noexcept final;
   ChannelCounters counters() const override;

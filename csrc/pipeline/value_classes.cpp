@@ -28,8 +28,7 @@ std::string text_of(PyObject* text) {
 }
 
 std::string text_attribute(PyTypeObject* type, const char* name) {
-  THPObjectPtr text(
-      checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name)));
+  THPObjectPtr text(checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name)));
   return PyUnicode_Check(text.get()) ? text_of(text.get()) : "?";
 }
 
@@ -45,8 +44,8 @@ std::optional<ClassKind> kind_of(PyTypeObject* type) {
   }
   if (!has_attribute(type, "__dataclass_fields__")) return std::nullopt;
   if (PyType_IsSubtype(type, &PyODict_Type) != 0) return ClassKind::kDataclassDict;
-  for (PyTypeObject* builtin : {&PyDict_Type, &PyList_Type, &PyUnicode_Type, &PyLong_Type,
-                                &PyFloat_Type, &PyBytes_Type}) {
+  for (PyTypeObject* builtin :
+       {&PyDict_Type, &PyList_Type, &PyUnicode_Type, &PyLong_Type, &PyFloat_Type, &PyBytes_Type}) {
     if (PyType_IsSubtype(type, builtin) != 0) return std::nullopt;
   }
   return ClassKind::kDataclass;
@@ -127,9 +126,8 @@ const ValueClass* ValueClass::of(PyTypeObject* type) {
 
 const ValueClass& ValueClass::named(const std::string& name) {
   THPObjectPtr found = find(name);
-  const ValueClass* known = PyType_Check(found.get()) != 0
-                                ? of(reinterpret_cast<PyTypeObject*>(found.get()))
-                                : nullptr;
+  const ValueClass* known =
+      PyType_Check(found.get()) != 0 ? of(reinterpret_cast<PyTypeObject*>(found.get())) : nullptr;
   PYDIST_CHECK(known != nullptr, UsageError, "a peer sent an instance of ", name,
                ", which is another kind of object here");
   return *known;

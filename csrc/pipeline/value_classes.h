@@ -15,7 +15,8 @@ enum class ClassKind : uint8_t {
   kDataclassDict,  // an OrderedDict that is a dataclass too, as ModelOutput of transformers
 };
 
-// One per class, for good: it holds its class, so that the address cannot come to mean another one. Everything here needs the GIL.
+// One per class, for good: it holds its class, so that the address cannot come to mean another one.
+// Everything here needs the GIL.
 struct ValueClass {
   PyTypeObject* type = nullptr;
   ClassKind kind = ClassKind::kDataclass;

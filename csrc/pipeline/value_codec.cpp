@@ -50,7 +50,8 @@ std::string text_of(const Location& location, const char* what) {
   if (location.outer == nullptr) return what;
   const std::string outer = text_of(*location.outer, what);
   if (location.key == nullptr) return concat(outer, "[", location.index, "]");
-  THPObjectPtr shown(location.is_attribute ? PyObject_Str(location.key) : PyObject_Repr(location.key));
+  THPObjectPtr shown(location.is_attribute ? PyObject_Str(location.key)
+                                           : PyObject_Repr(location.key));
   const char* key = shown == nullptr ? nullptr : PyUnicode_AsUTF8(shown.get());
   if (key == nullptr) PyErr_Clear();
   if (key == nullptr) key = "?";
@@ -205,9 +206,13 @@ class Encoder {
     string(known->name);
     switch (known->kind) {
       case ClassKind::kNamedTuple:
-      case ClassKind::kStructSequence: return elements(object, location);
-      case ClassKind::kDataclass: return attributes(object, *known, location);
-      case ClassKind::kDataclassDict: attributes(object, *known, location); pairs(object, location);
+      case ClassKind::kStructSequence:
+        return elements(object, location);
+      case ClassKind::kDataclass:
+        return attributes(object, *known, location);
+      case ClassKind::kDataclassDict:
+        attributes(object, *known, location);
+        pairs(object, location);
     }
   }
 
@@ -264,25 +269,44 @@ class Decoder {
 
   PyObject* value() {
     switch (take(1).front()) {
-      case kTensor: return checked(THPVariable_Wrap(slots_.at(number()).tensor));
-      case kNone: return Py_NewRef(Py_None);
-      case kTrue: return Py_NewRef(Py_True);
-      case kFalse: return Py_NewRef(Py_False);
-      case kInt: return integer();
-      case kBigInt: return checked(PyLong_FromString(std::string(raw()).c_str(), nullptr, 16));
-      case kFloat: return checked(PyFloat_FromDouble(plain<double>()));
-      case kComplex: return checked(PyComplex_FromCComplex(plain<Py_complex>()));
-      case kText: return text();
-      case kBytes: return bytes();
-      case kTuple: return tuple();
-      case kList: return list();
-      case kDict: return filled(checked(PyDict_New()));
-      case kOrderedDict: return filled(checked(PyODict_New()));
-      case kInstance: return instance();
-      case kDtype: return dtype();
-      case kDevice: return checked(THPDevice_New(at::Device(std::string(raw()))));
-      case kSize: return called(reinterpret_cast<PyObject*>(&THPSizeType));
-      default: throw Error("a message between stages is damaged");
+      case kTensor:
+        return checked(THPVariable_Wrap(slots_.at(number()).tensor));
+      case kNone:
+        return Py_NewRef(Py_None);
+      case kTrue:
+        return Py_NewRef(Py_True);
+      case kFalse:
+        return Py_NewRef(Py_False);
+      case kInt:
+        return integer();
+      case kBigInt:
+        return checked(PyLong_FromString(std::string(raw()).c_str(), nullptr, 16));
+      case kFloat:
+        return checked(PyFloat_FromDouble(plain<double>()));
+      case kComplex:
+        return checked(PyComplex_FromCComplex(plain<Py_complex>()));
+      case kText:
+        return text();
+      case kBytes:
+        return bytes();
+      case kTuple:
+        return tuple();
+      case kList:
+        return list();
+      case kDict:
+        return filled(checked(PyDict_New()));
+      case kOrderedDict:
+        return filled(checked(PyODict_New()));
+      case kInstance:
+        return instance();
+      case kDtype:
+        return dtype();
+      case kDevice:
+        return checked(THPDevice_New(at::Device(std::string(raw()))));
+      case kSize:
+        return called(reinterpret_cast<PyObject*>(&THPSizeType));
+      default:
+        throw Error("a message between stages is damaged");
     }
   }
 
@@ -319,14 +343,13 @@ class Decoder {
 
   PyObject* text() {
     const std::string_view utf8 = raw();
-    return checked(PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()),
-                                        "surrogatepass"));
+    return checked(
+        PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "surrogatepass"));
   }
 
   PyObject* bytes() {
     const std::string_view found = raw();
-    return checked(
-        PyBytes_FromStringAndSize(found.data(), static_cast<Py_ssize_t>(found.size())));
+    return checked(PyBytes_FromStringAndSize(found.data(), static_cast<Py_ssize_t>(found.size())));
   }
 
   PyObject* tuple() {
@@ -369,9 +392,12 @@ class Decoder {
   PyObject* instance() {
     const ValueClass& known = ValueClass::named(std::string(raw()));
     switch (known.kind) {
-      case ClassKind::kNamedTuple: return named_tuple(known.type);
-      case ClassKind::kStructSequence: return called(reinterpret_cast<PyObject*>(known.type));
-      case ClassKind::kDataclass: return with_attributes(known.type, &PyBaseObject_Type);
+      case ClassKind::kNamedTuple:
+        return named_tuple(known.type);
+      case ClassKind::kStructSequence:
+        return called(reinterpret_cast<PyObject*>(known.type));
+      case ClassKind::kDataclass:
+        return with_attributes(known.type, &PyBaseObject_Type);
       case ClassKind::kDataclassDict:
         return filled(with_attributes(known.type, &PyODict_Type));
     }

@@ -1,8 +1,8 @@
 // How a Python value becomes bytes and tensors, which is how it crosses between stages, and back.
 //
-// The bytes say how tensors, numbers, strings and None are nested: one tag each, lengths as varints,
-// classes by module and name. No code is in them, and a class is only ever looked up, never run:
-// instances are made without their constructors, as copies are.
+// The bytes say how tensors, numbers, strings and None are nested: one tag each, lengths as
+// varints, classes by module and name. No code is in them, and a class is only ever looked up,
+// never run: instances are made without their constructors, as copies are.
 #pragma once
 
 #include <torch/csrc/python_headers.h>
