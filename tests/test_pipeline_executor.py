@@ -112,7 +112,7 @@ def outputs_die(rank: int, world_size: int) -> None:
     gc.disable()
     try:
         watching = Watching()
-        kind = "gpipe" if world_size == 2 else "looped-bfs"
+        kind = "gpipe" if world_size == 2 else "interleaved-1f1b"
         pipeline = PipelineParallel(
             [watching, Adding()], 4, mse, kind, stages_per_rank=2 // world_size
         )
@@ -121,7 +121,7 @@ def outputs_die(rank: int, world_size: int) -> None:
             pipeline.step(x, target=target)
         if rank == 0:
             assert len(watching.outputs) == 8
-            # All forwards come before all backwards: what was sent is gone all the same.
+            # With gpipe, all forwards come before all backwards: what was sent is gone all the same.
             assert watching.alive == [0] * 8
             assert all(reference() is None for reference in watching.objects)
     finally:
@@ -198,8 +198,8 @@ def in_place_changes(rank: int, world_size: int) -> str:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_stage_may_change_its_input_in_place(num_ranks: int) -> None:
-    """A received tensor is no leaf. Where the sender's backward needs what it sent, another rank has
-    memory of its own; a stage of the same rank has not, and that raises as in one process."""
+    """A received tensor is no leaf. Where the sender's backward needs what it sent, another rank
+    has memory of its own; a stage of the same rank has not, and that raises as in one process."""
     texts = get_pool(num_ranks).run(in_place_changes)
     for text in texts:
         assert ("modified by an inplace operation" in text) == (num_ranks == 1)
