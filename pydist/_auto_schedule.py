@@ -32,8 +32,11 @@ def stage_times(records: Sequence[Record]) -> dict[int, dict[str, float]]:
 class AutoSchedule:
     """Chooses the schedule of one pipeline with one stage per rank."""
 
-    def __init__(self, engine: Engine, num_microbatches: int) -> None:
+    def __init__(
+        self, engine: Engine, num_microbatches: int, replicas: Engine | None = None
+    ) -> None:
         self._engine = engine
+        self._replicas = replicas  # of other pipelines, which all do what the first one chooses
         self._num_microbatches = num_microbatches
         self._num_steps = 0
         self._mine: dict[str, float] = {}
@@ -73,4 +76,6 @@ class AutoSchedule:
             size, number = self._engine.size, self._num_microbatches
             found = schedule.build("auto", size, number, 1, costs=costs).to_csv().encode()
         text = self._engine.exchange_bytes(found)[0].decode()
+        if self._replicas is not None:
+            text = self._replicas.exchange_bytes(text.encode())[0].decode()
         return Schedule._of(_C.Schedule.from_csv("auto", text))

@@ -110,6 +110,7 @@ def build_pipeline(
     model: Model,
     settings: PipelineSettings,
     data_parallel_rank: int = 0,
+    gradients_are_views: bool = False,
 ) -> PipelineParts:
     """Collective. Raises on every rank where one cannot."""
     costs = _measure_layers(engine, model_name, model, settings)
@@ -130,7 +131,7 @@ def build_pipeline(
     names = exchange_names(engine, {stage: found.names for stage, found in stages.items()})
     portals = portals_of(exchange_declarations(engine, _declared_skips(partition, layers)))
     channel = _make_channel(engine, model_name)
-    tied = TiedWeights(engine, channel, groups, layers, plan.placement)
+    tied = TiedWeights(engine, channel, groups, layers, plan.placement, gradients_are_views)
 
     def make_executor(plan: Schedule) -> _C.PipelineExecutor:
         return _C.PipelineExecutor(

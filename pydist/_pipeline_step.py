@@ -71,9 +71,16 @@ class StepFrame:
         for statistics in self._statistics:
             statistics.end_step()
 
-    def before_end(self, training: bool, cut: Microbatches) -> None:
-        """Once this rank's gradients are there; what it raises ends the step on all ranks."""
+    def before_end(
+        self, training: bool, cut: Microbatches, mean: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Once this rank's gradients are there; what it raises ends the step on all ranks.
+
+        `mean`, over replicas, is wanted for gradients of earlier steps that are not averaged yet.
+        """
         cut.check_unchanged()
+        if training and mean is not None:
+            self._tied.average_earlier(mean)
         if training:
             self._tied.after_step()
 
@@ -93,6 +100,7 @@ class StepInputs:
         local_stages: Sequence[int],
     ) -> None:
         args, kwargs, target = given
+        self.total_weight = 0.0  # what loss_weight gave for the whole batch
         routes.check(kwargs)
         self.cut: Microbatches = slicer.cut(args, kwargs, target)
         self.keywords = {
@@ -106,7 +114,9 @@ class StepInputs:
         if reduction == "sum":
             return [1.0] * self.cut.num_present
         if loss_weight is not None:
-            return shares(target_weights(loss_weight, self.cut.targets))
+            weights = target_weights(loss_weight, self.cut.targets)
+            self.total_weight = sum(weights)
+            return shares(weights)
         return self.cut.row_weights()
 
 

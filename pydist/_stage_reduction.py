@@ -12,8 +12,8 @@ A reducer that was in a failed step is of no further use. The next step makes ne
 makes sure that no replica took an optimizer step that others did not.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from pydist import _C
 from pydist._engine import group_engine
-from pydist._process_group import SUM
+from pydist._process_group import MEAN, SUM
 from pydist._replica_audit import compare_replicas
+from pydist._verification import verify_settings
 from pydist.data_parallel import DataParallel
 from pydist.errors import UsageError
 
@@ -116,10 +117,11 @@ class Replicas:
         stages: by index, the modules of this rank.
         group: the ranks that hold the same stages; each in a pipeline of its own.
         options: further arguments of DataParallel, for every stage.
+        agreed: what else must be the same on all replicas, as JSON has it.
 
     Raises:
         UsageError: an option is unknown, or not for stages.
-        MismatchError: a stage differs between replicas.
+        MismatchError: a stage, or what is agreed, differs between replicas.
     """
 
     def __init__(
@@ -127,11 +129,18 @@ class Replicas:
         stages: Mapping[int, torch.nn.Module],
         group: dist.ProcessGroup,
         options: Mapping[str, Any] | None = None,
+        agreed: Mapping[str, Any] | None = None,
     ) -> None:
         check_options(options or {})
         self._engine = group_engine(group)
+        verify_settings(
+            self._engine,
+            "the replicas' PipelineParallel",
+            {"stages": sorted(stages), **(agreed or {})},
+        )
         self.rank, self.size = self._engine.rank, self._engine.size
         self._synchronize = True
+        self._unreduced = False  # steps under no_sync since the last one outside
         self.stages = {
             index: StageReduction(module, index, group, options or {})
             for index, module in sorted(stages.items())
@@ -145,6 +154,22 @@ class Replicas:
             yield
         finally:
             self._synchronize = before
+
+    def mean_of_earlier(self) -> Callable[[torch.Tensor], None] | None:
+        """In a step that averages gradients: what does so for those of the steps under no_sync
+        before it, where they are not with the stages' reducers; None where there were none.
+        """
+        return self._average if self._synchronize and self._unreduced else None
+
+    def _average(self, gradient: torch.Tensor) -> None:
+        dense = gradient if gradient.is_contiguous() else gradient.contiguous()
+        self._engine.operations.all_reduce(dense, MEAN, False)
+        if dense is not gradient:
+            gradient.copy_(dense)
+
+    def end_step(self) -> None:
+        """After a training step that succeeded."""
+        self._unreduced = not self._synchronize
 
     @property
     def synchronizes(self) -> bool:
@@ -173,10 +198,28 @@ class Replicas:
         """Of each stage, for this step."""
         return {index: stage.reducer_of_stage for index, stage in self.stages.items()}
 
+    def refuse(self, cause: str, met: bool) -> None:
+        """This rank does not go on with a step, in which it has met the others or not yet."""
+        if not met:
+            with suppress(Exception):  # the cause is what counts
+                self.begin_step()
+        self.fail(f"rank {dist.get_rank()} raised {cause}")
+
     def fail(self, reason: str) -> None:
         """This rank's step is over: `reason`, a whole sentence, is what the replicas raise."""
         for stage in self.stages.values():
             stage.reducer_of_stage.give_up(reason)
+
+
+@contextmanager
+def replicated(group: dist.ProcessGroup | None, model_name: str) -> Iterator[int]:
+    """This rank's number among the replicas; what raises within raises on all of them."""
+    if group is None:
+        yield 0
+        return
+    engine = group_engine(group)
+    with engine.all_or_none(f"making {model_name}"):
+        yield engine.rank
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ for each microbatch.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -219,6 +219,16 @@ class TiedWeights:
         """Sets gradients of earlier steps aside. Not collective."""
         for shared in self._shared:
             shared.set_aside(self._gradients_are_views)
+
+    @torch.no_grad()
+    def average_earlier(self, mean: Callable[[Tensor], None]) -> None:
+        """Where gradients of earlier steps, set aside, are not the mean over replicas yet: `mean`
+        makes one of them, in place. Collective over replicas.
+        """
+        for shared in self._shared:
+            earlier = shared.earlier
+            shared.earlier = torch.zeros_like(shared.first) if earlier is None else earlier
+            mean(shared.earlier)
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -107,7 +107,6 @@ void Executor::run_action(const PlannedAction& planned) {
   if (reducer != nullptr) reducer->begin_backward(is_last);
   dispatch(stage, stage.flights[action.microbatch], action);
   if (reducer != nullptr) reducer->end_backward();
-  if (reducer != nullptr && is_last) open_rounds_.push_back(reducer);
   recorder_.end();
 }
 
@@ -287,8 +286,8 @@ at::Tensor Executor::loss_gradient(const at::Tensor& loss, int microbatch) {
 Message Executor::obtain(const Link& link, const MessageKey& key,
                          std::optional<Message>& handed_over) {
   if (link.rank != options_.rank) {
-    if (!open_rounds_.empty() && !options_.channel->has_arrived(link.rank, key)) {
-      for (Reducer* reducer : open_rounds_) reducer->progress();
+    if (!step_.reducers.empty() && !options_.channel->has_arrived(link.rank, key)) {
+      for (const auto& [number, reducer] : step_.reducers) reducer->progress();
     }
     return recorder_.waiting([&] {
       return options_.channel->receive(link.rank, key,
@@ -345,14 +344,14 @@ Reducer* Executor::reducer_of(const Action& action) const {
 }
 
 // Ranks of other pipelines are waited for only now. They may depend on what their own pipeline's
-// ranks send, as this one's do on ours, so that nothing of it may be left here. All replicas run
-// the same schedule, and so come to rounds in the same order.
+// ranks send, as this one's do on ours, so that nothing of it may be left here. In the order of
+// stages, which is the same on all replicas, whatever the order in which they were complete.
 void Executor::finish_rounds() {
-  if (open_rounds_.empty()) return;
+  if (step_.reducers.empty()) return;
   if (options_.channel != nullptr) {
     options_.channel->flush([] { return "before gradients are averaged over replicas"; });
   }
-  for (Reducer* reducer : std::exchange(open_rounds_, {})) reducer->finish_round();
+  for (const auto& [number, reducer] : step_.reducers) reducer->finish_round();
 }
 
 void Executor::warn_if_unsplit(Stage& stage, const StageFlight& flight) {
@@ -393,7 +392,6 @@ void Executor::drop_step() noexcept {
   gradients_.clear();
   output_ = {};
   result_.reset();
-  open_rounds_.clear();
 }
 
 }  // namespace pydist

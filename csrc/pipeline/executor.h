@@ -129,7 +129,6 @@ class Executor {
   std::optional<Action> current_;  // none: before the first or after the last one
   bool has_ended_ = false;         // after the last one
   int num_last_forwards_ = 0;
-  std::vector<Reducer*> open_rounds_;  // in the order in which stages were complete
   std::optional<Message> result_;
   StageOutput output_;
   std::vector<at::Tensor> gradients_;  // that backward starts with
