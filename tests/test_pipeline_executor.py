@@ -121,7 +121,7 @@ def outputs_die(rank: int, world_size: int) -> None:
             pipeline.step(x, target=target)
         if rank == 0:
             assert len(watching.outputs) == 8
-            # With gpipe, all forwards come before all backwards: what was sent is gone all the same.
+            # With gpipe, all forwards come first: what was sent is gone all the same.
             assert watching.alive == [0] * 8
             assert all(reference() is None for reference in watching.objects)
     finally:
