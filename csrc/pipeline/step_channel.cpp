@@ -242,9 +242,10 @@ Message StepChannel::receive(int source, const MessageKey& key, const Describe& 
         hand_over();
         take_in();
         if ((message = take(source, key))) return kNobody;
-        look_for_failure(stamp_.step);
+        const bool in_vain = has_ended(source);
+        look_for_failure(stamp_.step, in_vain);  // it may have been interrupted while ending it
         look_for_mismatch();
-        if (has_ended(source)) {
+        if (in_vain) {
           raise_mismatch(concat(this->describe(source), " ended ", describe_step(stamp_),
                                 " without sending what ", this->describe(rank()),
                                 " waits for: it was ", operation(),
