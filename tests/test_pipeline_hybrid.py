@@ -100,7 +100,7 @@ def assert_matches(
     factor: float = 1,
 ) -> None:
     """Gradients and parameters are those of `module`; replicas have the same bits."""
-    theirs = dict(module.named_parameters())
+    theirs = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in pipeline.named_parameters():
         problem = difference(parameter.grad, theirs[name].grad, factor)
         assert problem is None, f"gradient of {name}: {problem}"
@@ -110,7 +110,7 @@ def assert_matches(
         assert_same_on_all_ranks(values, group)
 
 
-def assert_reduced_once(pipeline: PipelineParallel, num_rounds: int) -> None:
+def assert_reduced_once(pipeline: PipelineParallel, num_rounds: int, kind: str) -> None:
     """Each unit once a step, and the first within the action that completes the gradients."""
     records = pipeline._parts.executor.records()
     for stage, replica in pipeline.replicas.items():
@@ -119,6 +119,8 @@ def assert_reduced_once(pipeline: PipelineParallel, num_rounds: int) -> None:
         assert counters["num_rounds"] == num_rounds
         nbytes = sum(nbytes for _, nbytes, _ in reducer.units())
         assert counters["moved_nbytes"] == num_rounds * nbytes
+        if kind == "auto":  # which records what it wants to know
+            continue
         *_, (start_ns, end_ns) = (
             (record[1], record[2])
             for record in records
@@ -148,7 +150,7 @@ def train(
         for each in (optimizer, *expected.optimizers):
             each.step()
         assert_matches(pipeline, expected.module, mesh.get_group("dp"))
-        assert_reduced_once(pipeline, step + 1)
+        assert_reduced_once(pipeline, step + 1, kind)
 
 
 def train_with_every_schedule(rank: int, world_size: int, order: tuple[str, str]) -> None:
@@ -233,7 +235,7 @@ def weigh_tokens(rank: int, world_size: int) -> None:
     expected.backward()
     assert_matches(pipeline, model, mesh.get_group("dp"), factor=10)
     dist.all_reduce(loss, group=mesh.get_group("dp"))
-    assert abs(float(loss / 2) - float(expected)) < 1e-6
+    assert abs(float(loss / 2) - float(expected.detach())) < 1e-6
 
 
 def test_loss_weights_count_over_replicas() -> None:
