@@ -17,7 +17,8 @@ PURE_SOURCES := $(wildcard csrc/base/*.cpp) \
 	$(wildcard csrc/bucket/layout.cpp csrc/bucket/pack.cpp csrc/bucket/shared_round.cpp) \
 	$(addprefix csrc/pipeline/,action.cpp builders.cpp builders_forward.cpp builders_looped.cpp \
 	  builders_v.cpp builders_zero_bubble.cpp csv.cpp grid.cpp lowering.cpp readiness.cpp \
-	  schedule.cpp search.cpp simulator.cpp state_search.cpp validator.cpp waiting_cycle.cpp)
+	  schedule.cpp search.cpp search_problem.cpp simulator.cpp state_search.cpp \
+	  validator.cpp waiting_cycle.cpp)
 CPP_TESTS := $(wildcard tests/cpp/*_test.cpp)
 
 BUILT_FROM := setup.py pyproject.toml $(shell find csrc build_backend -type f 2>/dev/null)

@@ -49,6 +49,9 @@ bool is_from_waiting(const py::handle& error) {
          PyErr_GivenExceptionMatches(error.ptr(), errors.attr("MismatchError").ptr()) != 0;
 }
 
+// Of a warning: from run() through _run, _run_with_loss and step to the line that called that.
+constexpr int kUserStackLevel = 4;
+
 using PortalTuple = std::tuple<int, std::string, int, int>;  // port, name, from stage, to stage
 
 // One rank's executor with the Python code of its stages.
@@ -79,7 +82,8 @@ class PipelineExecutor {
     }
     options.warn = [](const std::string& text) {
       const py::gil_scoped_acquire gil;
-      if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 3) != 0) throw py::error_already_set();
+      if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), kUserStackLevel) != 0)
+        throw py::error_already_set();
     };
     executor_ = std::make_unique<Executor>(std::move(options));
   }

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Literal
 
-import torch
 from torch import nn
 
-from pydist._engine import Engine
 from pydist.errors import UsageError
 
 Balance = Sequence[int] | Literal["uniform", "parameters", "time"]
@@ -222,22 +220,3 @@ def _improved_for_ranks(
                 if (found := loads(candidate)) < lowest:
                     cuts, lowest, improving = candidate, found, True
     return cuts
-
-
-def broadcast_costs(
-    engine: Engine, measure: Callable[[], LayerCosts] | None, num_layers: int, root: int
-) -> LayerCosts:
-    """Gives every rank what group rank `root` measured. Collective; a rank that raises in
-    `measure` makes the others raise. `measure` is None, and not called, on the others.
-    """
-    table = torch.zeros(3, num_layers, dtype=torch.float64)
-    with engine.all_or_none("measuring the layers"):
-        if engine.rank == root:
-            assert measure is not None
-            costs = measure()
-            for row, values in zip(table, (costs.work, costs.output, costs.gradient), strict=True):
-                if values:
-                    row.copy_(torch.tensor(values, dtype=torch.float64))
-    engine.broadcast_tensors([table], root)
-    work, output, gradient = table.tolist()
-    return LayerCosts(work, output, gradient)

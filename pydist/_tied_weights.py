@@ -199,6 +199,7 @@ class TiedWeights:
         self._gradients_are_views = gradients_are_views
         self._shared: list[_Shared] = []
         self._peers: list[int] = []
+        self._set_aside = False  # from before_step until all gradients are there
         if not groups:
             return
         with engine.all_or_none("tying parameters"):
@@ -217,6 +218,7 @@ class TiedWeights:
 
     def before_step(self) -> None:
         """Sets gradients of earlier steps aside. Not collective."""
+        self._set_aside = True
         for shared in self._shared:
             shared.set_aside(self._gradients_are_views)
 
@@ -237,6 +239,7 @@ class TiedWeights:
             leaves = [leaf for shared in self._with(peer) for leaf in shared.leaves.values()]
             self._send(peer, [_dense(leaf.grad) for leaf in leaves])
         received = {peer: iter(self._receive(peer)) for peer in self._peers}
+        self._set_aside = False
         for shared in self._shared:
             gradients = {
                 stage: _dense(shared.leaves[stage].grad)
@@ -247,9 +250,12 @@ class TiedWeights:
             shared.add_up(gradients, self._gradients_are_views)
 
     def failed_step(self) -> None:
-        """Puts gradients of earlier steps back. Not collective."""
-        for shared in self._shared:
-            shared.restore()
+        """Puts gradients of earlier steps back, unless the failure came after this step's were
+        there. Not collective."""
+        if self._set_aside:
+            self._set_aside = False
+            for shared in self._shared:
+                shared.restore()
 
     def _make_equal(self) -> None:
         if self._channel is None:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
-from pydist._C import testing
 from torch import Tensor, nn
+
+from pydist._C import testing
 
 # "torch": leaves as inputs, torch.autograd.backward. "deferred": every W after the last I.
 Way: TypeAlias = Literal["torch", "B", "IW", "deferred"]

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cut_stage
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+
+import cut_stage
 
 BATCH, WIDTH = 4, 6
 
@@ -269,11 +270,13 @@ def test_autocast_around_the_whole_step_is_autocast_around_the_forward(way: cut_
             self.layers = nn.Sequential(
                 nn.Linear(WIDTH, 8), nn.Softmax(-1), nn.LayerNorm(8), nn.Linear(8, WIDTH)
             )
+            self.exact = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16):
-                y = self.layers(x).float()
-                return (y @ y.t()).float() @ y
+                y = self.layers(x)
+            with torch.autocast("cpu", enabled=False):  # its backward must not cast either
+                return y.float() @ self.exact
 
     expected = cut_stage.run(Autocast, ROWS, "torch")
     with torch.autocast("cpu", torch.bfloat16):

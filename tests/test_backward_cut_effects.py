@@ -1,19 +1,20 @@
-"""What a cut backward does besides gradients: hooks, work, memory, errors, and when it is not cut."""
+"""What a cut backward does besides gradients: hooks, work, memory, errors; when it is not cut."""
 
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cut_stage
-import pydist
 import pytest
 import torch
 import torch.nn.functional as F
-from pydist._C import testing
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+import cut_stage
+import pydist
+from pydist._C import testing
 
 WIDTH = 4
 
@@ -217,16 +218,19 @@ def test_what_lives_until_when() -> None:
         "output": storage_of(output),
         "given": storage_of(given),
     }
-    stage = testing.StageBackward([output], [edge])
-    del received, hidden, active, output
 
     def alive() -> set[str]:
         return {name for name, ref in refs.items() if not ref.expired()}
 
+    at_the_end_of_i: list[set[str]] = []
+    received.register_hook(lambda _: at_the_end_of_i.append(alive()))
+    stage = testing.StageBackward([output], [edge])
+    del received, hidden, active, output
     assert alive() == {"received", "hidden", "active", "given"}, "an output is its receiver's"
     stage.input([given])
     del given
     assert alive() == {"received", "active", "given"}, "what W needs, for the two weights"
+    assert at_the_end_of_i == [alive()], "freed as I goes, as in a whole backward"
     (gradient,) = stage.input_gradients()
     assert gradient is not None
     refs = {**refs, "gradient": storage_of(gradient)}
@@ -396,10 +400,19 @@ def test_a_leaf_of_i_may_take_the_memory_of_what_w_needs() -> None:
     cut_stage.assert_same(whole, cut_stage.run(Stage, row_inputs, "deferred"))
 
 
+@pytest.mark.parametrize("action", ["backward", "input"])
+def test_compiled_autograd_is_refused(action: str) -> None:
+    received, edge = testing.receive(rows())
+    stage = testing.StageBackward([received * nn.Parameter(torch.ones(WIDTH))], [edge])
+    enabled = torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+    with pytest.raises(pydist.errors.UsageError, match="compiled autograd"), enabled:
+        getattr(stage, action)([torch.ones(3, WIDTH)])
+
+
 def test_a_gradient_too_many_is_refused() -> None:
     received, edge = testing.receive(rows())
     stage = testing.StageBackward([received * 2, received.detach()], [edge])
-    with pytest.raises(pydist.errors.UsageError, match="output 1 .* does not require one"):
+    with pytest.raises(pydist.errors.UsageError, match=r"output 1 .* does not require one"):
         stage.input([torch.ones(3, WIDTH), torch.ones(3, WIDTH)])
     with pytest.raises(pydist.errors.UsageError, match="runs once"):
         stage.input([torch.ones(3, WIDTH), None])

@@ -1,14 +1,15 @@
-"""Random graphs: whatever a forward builds, its backward in two parts gives the whole one's bits."""
+"""Random graphs: whatever a forward builds, its backward in two parts gives the same bits."""
 
 import random
 from collections.abc import Sequence
 from typing import Any
 
-import cut_stage
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import cut_stage
 
 NUM_GRAPHS = 500
 NUM_PER_TEST = 50

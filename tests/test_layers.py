@@ -35,6 +35,7 @@ PURE_IN_OTHER_LAYERS = [
     "pipeline/failure_record",
     "pipeline/schedule",
     "pipeline/search",
+    "pipeline/search_problem",
     "pipeline/simulator",
     "pipeline/state_search",
     "pipeline/validator",

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pydist import PeerError, UsageError
+from pydist import UsageError
 from pydist._balance import (
     LayerCosts,
     balanced,
-    broadcast_costs,
     choose_balance,
     rank_costs,
 )
-from pydist._engine import group_engine
 from pydist._layer_times import measured_costs, stand_ins
 from pydist._partition import (
     Partition,
@@ -32,8 +30,6 @@ from pydist._partition import (
     partition_sequential,
     tied_parameters,
 )
-from ranks import RankPool
-from reference import expect_error
 
 # -- where to cut ----------------------------------------------------------------------------------
 
@@ -308,27 +304,6 @@ def test_stand_ins_go_where_a_layer_raises() -> None:
         failing()
     assert seen == [False]
     assert layer.weight is weight
-
-
-def agreed_costs(rank: int, world_size: int) -> LayerCosts:
-    engine = group_engine()
-    mine = LayerCosts([1.5 + rank, 2.0], [0.25, 0.0], [])
-    found = broadcast_costs(engine, (lambda: mine) if rank == 1 else None, 2, root=1)
-
-    def failing() -> LayerCosts:
-        raise ZeroDivisionError("in a layer")
-
-    kind = ZeroDivisionError if rank == 0 else PeerError
-    measure = failing if rank == 0 else None
-    error = expect_error(kind, lambda: broadcast_costs(engine, measure, 2, root=0))
-    assert "in a layer" in str(error)
-    return found
-
-
-def test_all_ranks_take_the_costs_of_one(pool2: RankPool) -> None:
-    """Times differ from rank to rank, cuts must not; an error while measuring is one everywhere."""
-    for found in pool2.run(agreed_costs):
-        assert found == LayerCosts([2.5, 2.0], [0.25, 0.0], [0.0, 0.0])
 
 
 # -- names, lists and callables --------------------------------------------------------------------

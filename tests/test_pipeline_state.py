@@ -306,7 +306,7 @@ def test_a_rank_without_parameters_has_no_optimizer(pool2: RankPool) -> None:
 
 
 def rates_that_part(rank: int, world_size: int) -> list[dict[str, Any]]:
-    trained = Trained("two_groups", 2)
+    trained = Trained("two_groups", 2, tied=False)
     for group in trained.optimizer.param_groups:
         group["lr"] = torch.tensor(0.5) if rank == 0 else 0.5
     trained.optimizer.param_groups[1]["weight_decay"] = 0.1 * (rank + 1)
@@ -321,7 +321,7 @@ def test_options_that_differ_between_ranks_are_kept(pool2: RankPool) -> None:
     for groups in pool2.run(rates_that_part):
         assert [group["weight_decay"] for group in groups] == [0.0, 0.0, 0.1, 0.2]
         assert groups[2]["params"] == ["embedding.weight", "first.weight"]
-        assert groups[3]["params"] == ["second.weight", "third.weight"]
+        assert groups[3]["params"] == ["second.weight", "third.weight", "head.weight"]
 
 
 def loaded_state_is_a_copy(rank: int, world_size: int) -> None:

@@ -104,6 +104,23 @@ def test_every_size_runs_to_its_end(kind: str) -> None:
         assert (built.num_ranks, built.num_microbatches, built.num_stages) == (p, m, p * v)
 
 
+# What torch's own tests of its interleaved schedules use: v, m, p.
+TORCH_SIZES = """
+2,2,2 2,4,4 2,8,2 2,8,4 2,8,8 4,4,4 4,8,4 4,8,8 4,16,4 4,32,4 4,64,4 4,16,16 4,32,32 4,128,64
+3,2,2 3,8,2 3,12,4 4,6,3 4,10,5 2,3,4 2,10,4 2,15,4
+"""
+
+
+@pytest.mark.parametrize("kind", ["interleaved-1f1b", "looped-bfs", "interleaved-zb"])
+def test_sizes_that_torch_tests(kind: str) -> None:
+    for size in TORCH_SIZES.split():
+        v, m, p = map(int, size.split(","))
+        result = schedule.build(kind, p, m, v).simulate()
+        if kind == "interleaved-1f1b" and m >= p:
+            assert result.makespan_bubble == pytest.approx((p - 1) * 3 / v)
+        assert len(result.timeline) == p
+
+
 costs = st.floats(0.1, 10.0)
 
 

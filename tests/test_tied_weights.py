@@ -98,7 +98,7 @@ class Stages:
                 return self.layers[stage][layer].get_parameter(rest)
         return None
 
-    def step(self, number: int, fail: bool = False) -> None:
+    def step(self, number: int, fails: str = "") -> None:
         self.tied.before_step()
         try:
             if self.channel is None:
@@ -106,9 +106,11 @@ class Stages:
             else:
                 with step(self.channel):
                     self._run(number)
-                    if fail and self.rank == 1:
+                    if fails == "early" and self.rank == 1:
                         raise ValueError("a stage failed")
                     self.tied.after_step()
+                    if fails == "late" and self.rank == 1:
+                        raise ValueError("a stage failed")
         except BaseException:
             self.tied.failed_step()
             raise
@@ -234,10 +236,13 @@ def accumulate(rank: int, world_size: int) -> None:
     stages.step(1)
     assert torch.equal(gradients(stages), single[1])
     with pytest.raises((ValueError, pydist.PeerError), match="a stage failed"):
-        stages.step(0, fail=True)
+        stages.step(0, fails="early")
     assert torch.equal(gradients(stages), single[1])  # nothing of the step that failed
+    with pytest.raises((ValueError, pydist.PeerError), match="a stage failed"):
+        stages.step(0, fails="late")
+    assert torch.equal(gradients(stages), single[1] + single[0])  # on all ranks
     stages.step(0)
-    assert torch.equal(gradients(stages), single[1] + single[0])
+    assert torch.equal(gradients(stages), single[1] + single[0] + single[0])
 
 
 def test_gradients_add_up_over_steps(pool2: ranks.RankPool) -> None:

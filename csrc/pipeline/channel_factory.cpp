@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "base/check.h"
+#include "pipeline/process_group_channel.h"
 #include "pipeline/shared_channel.h"
 #include "transport/c10d_store.h"
 
@@ -11,8 +11,9 @@ namespace pydist {
 std::shared_ptr<Channel> make_channel(c10::intrusive_ptr<c10d::Store> store,
                                       std::optional<c10::intrusive_ptr<c10d::ProcessGroup>> group,
                                       const ChannelOptions& options) {
-  PYDIST_CHECK(!group, UsageError, "pipelines over a process group are not there yet");
-  return SharedChannel::create(*wrap_c10d_store(std::move(store)), options);
+  std::unique_ptr<Store> own = wrap_c10d_store(std::move(store));
+  if (!group) return SharedChannel::create(*own, options);
+  return std::make_shared<ProcessGroupChannel>(std::move(*group), std::move(own), options);
 }
 
 }  // namespace pydist

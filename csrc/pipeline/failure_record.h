@@ -1,4 +1,4 @@
-// One rank's last failure, as its peers read it in shared memory. Pure.
+// One rank's last failures, as its peers read them in shared memory. Pure.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ struct Failure {
   bool is_mismatch = false;  // ranks disagree about the step; else one of them raised
   std::string text = {};
 
-  // A later failure tells of this generation's too: it has taken its place.
+  // Where a later failure is found in the place of this generation's, it has overwritten it.
   bool ends(uint64_t other_generation, uint64_t other_step) const {
     return generation > other_generation || (generation == other_generation && step <= other_step);
   }
@@ -78,6 +78,17 @@ class alignas(kCacheLineNbytes) FailureRecord {
   std::atomic<uint64_t> is_mismatch_;
   std::atomic<uint64_t> length_;
   std::atomic<uint64_t> words_[kTextNbytes / sizeof(uint64_t)];
+};
+
+// A rank that fails without waiting for the others may be some failures ahead of them.
+class FailureRecords {
+ public:
+  FailureRecord& of(uint64_t generation) { return records_[generation % kNumRecords]; }
+  const FailureRecord& of(uint64_t generation) const { return records_[generation % kNumRecords]; }
+
+ private:
+  static constexpr size_t kNumRecords = 8;
+  FailureRecord records_[kNumRecords];
 };
 
 }  // namespace pydist

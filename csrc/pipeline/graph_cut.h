@@ -1,12 +1,11 @@
 // Where the graph of one stage's forward is cut, so that backward can run in two parts.
 //
-//   outputs          ---> edges of autograd's graph, from a node to those that gave its arguments
+//   outputs              ---> edges of autograd's graph, from a node to what gave its arguments
 //      |
 //      v
-//   boundary ---> weights        input side: nodes that lead to a received input
-//      |                         weight side: all the others
-//      v                         boundary: nodes of the input side with an edge into the weight
-//      side
+//   boundary ---> weights     input side:  nodes that lead to a received input
+//      |                      weight side: all the others
+//      v                      boundary:    nodes of the input side with an edge to the other
 //   boundary ---> weights
 //      |
 //      v

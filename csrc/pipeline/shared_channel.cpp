@@ -40,7 +40,7 @@ class SharedChannel::Layout {
   size_t total_nbytes() const { return link(static_cast<int>(size_), 0); }
   size_t link(int from, int to) const {
     const size_t pair = static_cast<size_t>(from) * size_ + static_cast<size_t>(to);
-    return size_ * sizeof(FailureRecord) + pair * (sizeof(LinkControl) + ring_nbytes_);
+    return size_ * sizeof(FailureRecords) + pair * (sizeof(LinkControl) + ring_nbytes_);
   }
 
  private:
@@ -241,7 +241,7 @@ SharedChannel::SharedChannel(std::shared_ptr<Board> board, const Layout& layout,
                              const ChannelOptions& options)
     : StepChannel(board->size()),
       board_(std::move(board)),
-      records_(reinterpret_cast<FailureRecord*>(board_->payload())),
+      failures_(reinterpret_cast<FailureRecords*>(board_->payload())),
       inline_nbytes_(std::min<size_t>(4 << 10, layout.ring_nbytes() / 4)),
       blocks_(std::make_shared<ArenaBlocks>(options.max_lent_nbytes)) {
   for (int r = 0; r < size(); ++r) {
@@ -322,14 +322,15 @@ void SharedChannel::wait(const std::function<int()>& missing, const Describe& de
 // -- failures ------------------------------------------------------------------------------------
 
 void SharedChannel::publish(const Failure& failure) noexcept {
-  records_[rank()].write(failure);
+  failures_[rank()].of(failure.generation).write(failure);
   board_->ring();
 }
 
-std::optional<Failure> SharedChannel::find_failure(const Stamp& stamp) {
+std::optional<Failure> SharedChannel::find_failure(const Stamp& stamp, bool /*urgent*/) {
   for (int r = 0; r < size(); ++r) {
-    if (r == rank() || records_[r].generation() < stamp.generation) continue;
-    std::optional<Failure> failure = records_[r].read();
+    const FailureRecord& record = failures_[r].of(stamp.generation);
+    if (r == rank() || record.generation() < stamp.generation) continue;
+    std::optional<Failure> failure = record.read();
     if (failure && failure->ends(stamp.generation, stamp.step)) return failure;
   }
   return std::nullopt;

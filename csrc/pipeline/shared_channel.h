@@ -1,6 +1,6 @@
 // The channel over shared memory: a board of its own, and the arenas.
 //
-//   | failure record of each rank | link of each ordered pair: {ring's counters, flags, ring} |
+//   | last failures of each rank | link of each ordered pair: {ring's counters, flags, ring} |
 //
 // A ring carries envelopes (message_image.h); payloads lie in the sender's arena, from where the
 // receiver copies them as soon as it looks, and counts the message as consumed; then the block is
@@ -40,7 +40,7 @@ class SharedChannel final : public StepChannel {
   void take_in() override;
   void wait(const std::function<int()>& missing, const Describe& describe) override;
   void publish(const Failure& failure) noexcept override;
-  std::optional<Failure> find_failure(const Stamp& stamp) override;
+  std::optional<Failure> find_failure(const Stamp& stamp, bool urgent) override;
   void trim_memory() override { blocks_->end_step(); }
 
  private:
@@ -53,8 +53,8 @@ class SharedChannel final : public StepChannel {
   ArenaBlocks::Block add_payload(const Message& message);
 
   const std::shared_ptr<Board> board_;
-  FailureRecord* const records_;  // by rank
-  const size_t inline_nbytes_;    // payloads up to this size go through the ring
+  FailureRecords* const failures_;  // by rank
+  const size_t inline_nbytes_;      // payloads up to this size go through the ring
   std::shared_ptr<ArenaBlocks> blocks_;
   std::vector<std::unique_ptr<Inbox>> inboxes_;    // by source
   std::vector<std::unique_ptr<Outbox>> outboxes_;  // by destination

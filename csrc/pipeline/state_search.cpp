@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "pipeline/readiness.h"
+#include "pipeline/search_problem.h"
 
 namespace pydist {
 
@@ -23,16 +24,6 @@ constexpr double kMaxWork = 6e7;
 constexpr double kWidestLayer = 30000;
 // The width of a first pass, which finds a bound for the next.
 constexpr size_t kFirstWidth = 24;
-
-struct Done {
-  int forward = 0;      // F
-  int backward = 0;     // B or I
-  int accumulated = 0;  // B or W
-  bool operator==(const Done& other) const {
-    return forward == other.forward && backward == other.backward &&
-           accumulated == other.accumulated;
-  }
-};
 
 struct State {
   std::vector<Done> done;        // by stage
@@ -59,106 +50,9 @@ struct Trace {
 
 int layers_of(ActionKind kind) { return kind == ActionKind::kBackward ? 2 : 1; }
 
-// What does not change during a search.
-class Problem {
- public:
-  Problem(const SearchRequest& request, const std::vector<int>& rank_of_stage)
-      : costs_(request.costs), cap_nbytes_(request.cap_nbytes) {
-    schedule_.name = "search";
-    schedule_.num_microbatches = request.num_microbatches;
-    schedule_.rank_of_stage = rank_of_stage;
-    schedule_.actions.resize(static_cast<size_t>(request.num_ranks));
-    stages_of_.resize(schedule_.actions.size());
-    for (int stage = 0; stage < num_stages(); ++stage) {
-      stages_of_[rank_of_stage[stage]].push_back(stage);
-    }
-    for (int stage = 0; stage < num_stages(); ++stage) {
-      whole_.push_back(
-          std::min(costs_.backward[stage], costs_.input[stage] + costs_.weight[stage]));
-      back_.push_back(std::min(costs_.backward[stage], costs_.input[stage]));
-    }
-    plan_ways();
-  }
-
-  const Schedule& empty() const { return schedule_; }
-  const Costs& costs() const { return costs_; }
-  int num_stages() const { return schedule_.num_stages(); }
-  int num_ranks() const { return schedule_.num_ranks(); }
-  int num_microbatches() const { return schedule_.num_microbatches; }
-  int num_layers() const { return 3 * num_stages() * num_microbatches(); }
-  int rank_of(int stage) const { return schedule_.rank_of_stage[stage]; }
-  const std::vector<int>& stages_of(int rank) const { return stages_of_[rank]; }
-
-  double travel(int from_stage, int to_stage) const {
-    return rank_of(from_stage) == rank_of(to_stage) ? 0.0 : costs_.communication;
-  }
-
-  // What the rank has still to do, at least.
-  double work_left(const std::vector<Done>& done, int rank) const {
-    double work = 0.0;
-    for (const int stage : stages_of_[rank]) {
-      work += (num_microbatches() - done[stage].forward) * costs_.forward[stage] +
-              (num_microbatches() - done[stage].backward) * whole_[stage] +
-              (done[stage].backward - done[stage].accumulated) * costs_.weight[stage];
-    }
-    return work;
-  }
-
-  // From now on, until the stage's last microbatch has gone to the last stage and come back to the
-  // first; at least.
-  double way_left(const Done& done, int stage) const {
-    const int forwards = num_microbatches() - done.forward;
-    const int backwards = num_microbatches() - done.backward;
-    if (backwards == 0) return 0.0;
-    const double through_here =
-        forwards * costs_.forward[stage] + backwards * back_[stage] + way_down_[stage];
-    if (forwards == 0) return through_here;
-    return std::max(through_here, forwards * costs_.forward[stage] + way_up_[stage]);
-  }
-
-  // Whether the rank's memory is enough, and will be enough for the oldest microbatch to go on.
-  bool fits(const std::vector<Done>& done, int rank) const {
-    if (cap_nbytes_.empty()) return true;
-    const int oldest = done[stages_of_[rank].front()].backward;
-    double nbytes = 0.0;
-    for (const int stage : stages_of_[rank]) {
-      const Done& here = done[stage];
-      nbytes += (here.forward - here.backward) * costs_.nbytes_after_forward[stage] +
-                (here.backward - here.accumulated) * costs_.nbytes_after_input[stage];
-      const bool is_under_way = done[stages_of_[rank].front()].forward > oldest;
-      if (is_under_way && here.forward <= oldest) nbytes += costs_.nbytes_after_forward[stage];
-    }
-    return nbytes <= cap_nbytes_[rank] * (1 + kRounding);
-  }
-
- private:
-  void plan_ways() {
-    const int last = num_stages() - 1;
-    way_down_.assign(schedule_.rank_of_stage.size(), 0.0);
-    way_up_ = way_down_;
-    for (int stage = 1; stage <= last; ++stage) {
-      const double before = stage == 1 ? whole_[0] : back_[stage - 1] + way_down_[stage - 1];
-      way_down_[stage] = travel(stage, stage - 1) + before;
-    }
-    way_up_[last] = (last == 0 ? whole_[0] : back_[last]) + way_down_[last];
-    for (int stage = last - 1; stage >= 0; --stage) {
-      way_up_[stage] = travel(stage, stage + 1) + costs_.forward[stage + 1] + way_up_[stage + 1];
-    }
-  }
-
-  Schedule schedule_;
-  const Costs& costs_;
-  const std::vector<double>& cap_nbytes_;
-  std::vector<std::vector<int>> stages_of_;  // by rank, ascending
-  std::vector<double> whole_;                // by stage: B, or I and W
-  std::vector<double> back_;                 // by stage: until the input gradient is there
-  std::vector<double> way_down_;  // by stage: from its B or I of a microbatch to the end at stage 0
-  std::vector<double> way_up_;    // by stage: from its F to the last stage and back to stage 0
-};
-
 class Search {
  public:
-  Search(const Problem& problem, size_t width, double below)
+  Search(const SearchProblem& problem, size_t width, double below)
       : problem_(problem), width_(width), below_(below) {}
 
   std::optional<Schedule> run() {
@@ -349,7 +243,7 @@ class Search {
     return schedule;
   }
 
-  const Problem& problem_;
+  const SearchProblem& problem_;
   const size_t width_;
   const double below_;
   std::array<std::vector<State>, 3> layers_;
@@ -358,7 +252,7 @@ class Search {
   std::vector<Trace> traces_;
 };
 
-size_t width_of_layers(const Problem& problem) {
+size_t width_of_layers(const SearchProblem& problem) {
   const double work_of_a_state = 3.0 * problem.num_stages() * (problem.num_stages() + 4);
   const double width = kMaxWork / problem.num_layers() / work_of_a_state;
   return static_cast<size_t>(std::clamp(width, 1.0, kWidestLayer));
@@ -368,7 +262,7 @@ size_t width_of_layers(const Problem& problem) {
 
 std::optional<Schedule> search_states(const SearchRequest& request,
                                       const std::vector<int>& rank_of_stage, double below) {
-  const Problem problem(request, rank_of_stage);
+  const SearchProblem problem(request, rank_of_stage);
   const size_t width = width_of_layers(problem);
   std::optional<Schedule> first = Search(problem, std::min(width, kFirstWidth), below).run();
   if (width <= kFirstWidth) return first;

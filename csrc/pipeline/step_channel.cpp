@@ -83,7 +83,8 @@ void StepChannel::end_step(const Describe& describe) {
         take_in();
         look_for_mismatch();
         const int missing = kept != kNobody ? kept : first_in_step();
-        if (missing != kNobody) look_for_failure(stamp_.step);
+        // A rank that was interrupted in here has told the others before that it has ended.
+        look_for_failure(stamp_.step, missing == kNobody);
         return missing;
       },
       [&] { return concat("ending ", describe_step(stamp_), " ", describe()); });
@@ -92,7 +93,7 @@ void StepChannel::end_step(const Describe& describe) {
 }
 
 void StepChannel::fail(const std::string& reason) noexcept {
-  if (state_ == State::kFailed) return;
+  if (state_ == State::kFailed || in_forked_child()) return;
   // Between steps all have ended the last one: it is the next that fails.
   const uint64_t step = stamp_.step + (state_ == State::kBetween ? 1 : 0);
   publish({stamp_.generation, step, is_mismatch_, reason});
@@ -104,20 +105,27 @@ void StepChannel::end_generation() noexcept {
   stamp_.step = 0;
   state_ = State::kFailed;
   is_mismatch_ = false;
-  for (Heard& heard : peers_) {
-    heard.parked.remove_if([&](const Parked& parked) {
-      if (parked.stamp.generation >= stamp_.generation) return false;
-      ++counters_.num_dropped;
-      --num_parked_;
-      return true;
-    });
-  }
+  for (Heard& heard : peers_) drop_past(heard);
+}
+
+// What belongs to a generation that is over.
+void StepChannel::drop_past(Heard& heard) noexcept {
+  const auto is_past = [&](const Stamp& stamp) { return stamp.generation < stamp_.generation; };
+  heard.ended.erase(std::remove_if(heard.ended.begin(), heard.ended.end(), is_past),
+                    heard.ended.end());
+  heard.parked.remove_if([&](const Parked& parked) {
+    if (!is_past(parked.stamp)) return false;
+    ++counters_.num_dropped;
+    --num_parked_;
+    return true;
+  });
 }
 
 bool StepChannel::has_ended(int peer) const {
-  const Heard& heard = peers_[peer];
-  if (heard.stamp.generation != stamp_.generation) return false;
-  return heard.stamp.step > stamp_.step || (heard.stamp.step == stamp_.step && heard.ended_step);
+  const std::vector<Stamp>& ended = peers_[peer].ended;
+  return std::any_of(ended.begin(), ended.end(), [&](const Stamp& theirs) {
+    return theirs.generation == stamp_.generation && theirs.step >= stamp_.step;
+  });
 }
 
 int StepChannel::first_in_step() const {
@@ -168,11 +176,17 @@ void StepChannel::arrive(int source, const uint8_t* envelope, const uint8_t* pay
   std::memcpy(&header, envelope, sizeof(header));
   const Stamp stamp = header.stamp();
   Heard& heard = peers_[source];
-  heard.stamp = stamp;
-  heard.ended_step = header.ends_step != 0;
-  if (heard.ended_step) return;
+  heard.last = stamp;
   if (stamp.generation < stamp_.generation) {
-    ++counters_.num_dropped;
+    if (header.ends_step == 0) ++counters_.num_dropped;
+    return;
+  }
+  if (header.ends_step != 0) {
+    if (heard.ended.empty() || heard.ended.back().generation < stamp.generation) {
+      heard.ended.push_back(stamp);
+    } else {
+      heard.ended.back() = stamp;
+    }
     return;
   }
   heard.parked.push_back({stamp, read_message(envelope, payload, pool_)});
@@ -257,8 +271,8 @@ void StepChannel::await(Missing&& missing, const Describe& describe) {
 }
 
 // A peer may be one step ahead, and fail there, before we have heard that all ended this one.
-void StepChannel::look_for_failure(uint64_t step) {
-  const std::optional<Failure> failure = find_failure({stamp_.generation, step});
+void StepChannel::look_for_failure(uint64_t step, bool urgent) {
+  const std::optional<Failure> failure = find_failure({stamp_.generation, step}, urgent);
   if (!failure) return;
   std::string text = failure->text;
   if (state_ != State::kInStep) text += concat(" (", describe(rank()), " had ended the step)");
@@ -269,7 +283,7 @@ void StepChannel::look_for_failure(uint64_t step) {
 
 void StepChannel::look_for_mismatch() {
   for (int r = 0; r < size(); ++r) {
-    const Stamp& theirs = peers_[r].stamp;
+    const Stamp& theirs = peers_[r].last;
     if (r == rank() || !theirs.same_step(stamp_) || theirs.kind == stamp_.kind) continue;
     raise_mismatch(concat(describe(rank()), " is in ", describe_step(stamp_), ", but ", describe(r),
                           " in ", describe_step(theirs),

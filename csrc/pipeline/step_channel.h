@@ -12,7 +12,7 @@
 // step kept. In a step, a message of the other kind is a mismatch.
 //
 // end_step() tells all peers and waits until all have ended the step: so a step fails on all ranks
-// or on none (but for a rank that is interrupted while it hears of the last one). Links deliver in
+// or on none (but for a rank that is interrupted while the last one arrives). Links deliver in
 // order: what a peer that has ended its step has not sent by then will not come.
 #pragma once
 
@@ -60,10 +60,11 @@ class StepChannel : public Channel {
   // Until missing() returns kNobody. Raises TimeoutError, what a signal handler raises, PeerError
   // where the missing rank is dead. missing() does not throw.
   virtual void wait(const std::function<int()>& missing, const Describe& describe) = 0;
-  // For all peers to see; may overwrite an older one.
+  // For all peers to see.
   virtual void publish(const Failure& failure) noexcept = 0;
-  // A failure of some peer that ends this step: failure.ends(stamp).
-  virtual std::optional<Failure> find_failure(const Stamp& stamp) = 0;
+  // A failure of some peer that ends this step: failure.ends(stamp). Where looking is dear, it may
+  // look now and then only, unless it is `urgent`.
+  virtual std::optional<Failure> find_failure(const Stamp& stamp, bool urgent) = 0;
   virtual void trim_memory() = 0;
 
   // One message or end of step, in the order in which `source` posted them.
@@ -78,9 +79,11 @@ class StepChannel : public Channel {
     Message message;
   };
   struct Heard {
-    std::list<Parked> parked;
-    Stamp stamp;              // of what came last
-    bool ended_step = false;  // that came last
+    std::list<Parked> parked = {};
+    Stamp last = {};  // of what came last
+    // The last step that the peer has ended, of each generation from ours on: it may be ahead, and
+    // fail there.
+    std::vector<Stamp> ended = {};
   };
 
   void check_step(const char* call) const;
@@ -89,13 +92,14 @@ class StepChannel : public Channel {
   std::optional<Message> take(int source, const MessageKey& key);
   template <class Missing>
   void await(Missing&& missing, const Describe& describe);
-  void look_for_failure(uint64_t step);
+  void look_for_failure(uint64_t step, bool urgent = false);
   void look_for_mismatch();
   [[noreturn]] void raise_mismatch(const std::string& text);
   int first_in_step() const;
   void check_nothing_left();
   bool has_ended(int peer) const;
   void end_generation() noexcept;
+  void drop_past(Heard& heard) noexcept;
   std::string describe_step(const Stamp& stamp) const;
 
   std::vector<Heard> peers_;

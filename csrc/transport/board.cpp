@@ -146,10 +146,14 @@ void Board::wait_slowly(const std::function<int()>& awaited,
     }
     const int missing = awaited();
     if (missing == kNobody) return;
-    if (failed()) raise_failed(operation);
+    // What we wait for may have been published just before the failure, or by a rank that then left.
+    if (failed()) {
+      if (awaited() == kNobody) return;
+      raise_failed(operation);
+    }
     const int dead = dead_rank(missing, !spinning && !yielding);
     if (dead != kNobody) {
-      if (awaited() == kNobody) return;  // it had published what we wait for, then left
+      if (awaited() == kNobody) return;
       raise_dead(dead, operation);
     }
     if (waited_s >= timeout_s()) raise_timeout(missing, operation);
