@@ -48,7 +48,11 @@ void Reducer::progress() {
 
 void Reducer::finish_round() {
   if (!open_) return;
-  failing_together([&] { settle_round(); });
+  failing_together([&] {
+    settle_round();
+    // A peer that raised while it waited for us has given us all that we needed from it.
+    round_->check_now();
+  });
 }
 
 bool Reducer::has_failed() const {
