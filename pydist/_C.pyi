@@ -1,9 +1,8 @@
 """The types of the extension module; tests/test_package.py holds this file against it."""
 
 from collections.abc import Callable
-from enum import Enum
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, dtype
 from torch._C._distributed_c10d import ProcessGroup, Store
@@ -249,10 +248,18 @@ class StageContext:
     def put(self, name: str, tensor: Tensor | None) -> None: ...
     def take(self, name: str) -> Tensor | None: ...
 
-class StepKind(Enum):
-    TRAIN = ...
-    EVALUATE = ...
-    FORWARD = ...
+class StepKind:
+    TRAIN: ClassVar[StepKind]
+    EVALUATE: ClassVar[StepKind]
+    FORWARD: ClassVar[StepKind]
+    __members__: ClassVar[dict[str, StepKind]]
+    def __init__(self, value: int) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
 
 class PipelineExecutor:
     def __init__(

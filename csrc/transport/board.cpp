@@ -146,7 +146,8 @@ void Board::wait_slowly(const std::function<int()>& awaited,
     }
     const int missing = awaited();
     if (missing == kNobody) return;
-    // What we wait for may have been published just before the failure, or by a rank that then left.
+    // What we wait for may have been published just before the failure, or by a rank that then
+    // left.
     if (failed()) {
       if (awaited() == kNobody) return;
       raise_failed(operation);
