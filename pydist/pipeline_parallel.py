@@ -214,8 +214,6 @@ class PipelineParallel(PipelineState):
             What a stage, the loss or backward raised here, with a note that names the action;
             PeerError where that happened on another rank. The next step works.
         """
-        if not torch.is_grad_enabled():
-            raise UsageError("step() needs gradients; within no_grad() call evaluate()")
         self._num_steps += 1
         result = self._run_with_loss(
             StepKind.TRAIN, (args, kwargs, target), metrics, return_outputs, loss_scale
@@ -345,6 +343,8 @@ class PipelineParallel(PipelineState):
         self, kind: StepKind, given: tuple[tuple[Any, ...], dict[str, Any], Any]
     ) -> tuple[StepInputs, list[float]]:
         args, kwargs, _ = given
+        if kind is StepKind.TRAIN and not torch.is_grad_enabled():
+            raise UsageError("step() needs gradients; within no_grad() call evaluate()")
         if self.has_first_stage and not kwargs and all(arg is None for arg in args):
             raise UsageError("this rank holds the first stage, which needs the batch; got None")
         parts = self._parts
