@@ -418,3 +418,24 @@ def step_alone(rank: int, world_size: int) -> None:
 
 def test_a_channel_of_one_rank(transport: Transport) -> None:
     transport.pool(1).run(step_alone)
+
+
+def flush_and_leave(rank: int, world_size: int) -> None:
+    """What rank 0 has sent reaches rank 1 although rank 0 is busy elsewhere from then on."""
+    channel = make_channel(ring_nbytes=256)
+    with step(channel):
+        if rank == 0:
+            for microbatch in range(20):
+                send_tensor(channel, 1, activation(microbatch), torch.full((40,), microbatch))
+            dist.barrier()
+            channel.flush("before it waits for others")
+        else:
+            dist.barrier()  # the ring is full by now
+            found = [receive_tensor(channel, 0, activation(m)) for m in range(20)]
+            assert [int(tensor[0]) for tensor in found] == list(range(20))
+        dist.barrier()  # rank 0 looks after its ring no more
+
+
+def test_a_flush_leaves_nothing_to_hand_over(transport: Transport) -> None:
+    """A rank may wait for ranks of another group then: nobody of its own needs its help."""
+    transport.pool(2).run(flush_and_leave)
