@@ -34,7 +34,7 @@ endif
 .PHONY: help venv demo test test-all bench lint format cpp-test cpp-test-aarch64 clean
 
 help:
-	@echo "make demo       train a small GPT three ways and compare"
+	@echo "make demo       train a small GPT five ways and compare"
 	@echo "make test       the tests; test-all: the slow ones and the aarch64 run too"
 	@echo "make bench      the benchmarks"
 	@echo "make lint       ruff, mypy, clang-format; format: apply them"

@@ -9,7 +9,14 @@ from types import ModuleType
 from bench.record import Record
 from bench.table import aims_table
 
-BENCHMARKS = ("all_reduce", "data_parallel", "data_parallel_options", "pack", "allocator")
+BENCHMARKS = (
+    "all_reduce",
+    "data_parallel",
+    "data_parallel_options",
+    "pipeline",
+    "pack",
+    "allocator",
+)
 
 
 def run_one(name: str) -> None:

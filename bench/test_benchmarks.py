@@ -3,7 +3,16 @@
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench import all_reduce, allocator, data_parallel, data_parallel_options, options, pack
+from bench import (
+    all_reduce,
+    allocator,
+    data_parallel,
+    data_parallel_options,
+    options,
+    pack,
+    pipeline,
+    stages,
+)
 from bench.models import FULL, WORKLOADS
 from bench.ranks import Rank, Ranks, RanksClock, Span
 from bench.table import size_text
@@ -66,6 +75,26 @@ def test_option(benchmark: BenchmarkFixture, two_ranks: Ranks, name: str, conten
 
     def one() -> None:
         clock.advance(two_ranks.call(data_parallel_options.take_steps, contender, steps))
+
+    benchmark.pedantic(one, rounds=ROUNDS, warmup_rounds=1)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("contender", pipeline.CONTENDERS)
+@pytest.mark.parametrize("kind", stages.TORCH_SCHEDULES)
+@pytest.mark.parametrize("workload", pipeline.FULL, ids=lambda workload: workload.name)
+def test_pipeline(
+    benchmark: BenchmarkFixture,
+    two_ranks: Ranks,
+    workload: stages.Workload,
+    kind: str,
+    contender: str,
+) -> None:
+    benchmark.group = f"pipeline, {kind}, {workload.name}, {workload.steps} steps"
+    two_ranks.call(pipeline.clear)
+    two_ranks.call(pipeline.set_up, kind, workload, (contender,))
+
+    def one() -> None:
+        clock.advance(two_ranks.call(pipeline.take_steps, contender))
 
     benchmark.pedantic(one, rounds=ROUNDS, warmup_rounds=1)  # type: ignore[no-untyped-call]
 

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "bindings.h"
 #include "pipeline/channel_factory.h"
+#include "pipeline/replay_channel.h"
 
 namespace py = pybind11;
 
@@ -145,6 +146,11 @@ void bind_testing_channel(py::module_& module) {
       .def("fail", &Channel::fail, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
            "Ends the step on all ranks.")
       .def("counters", &counters, "Messages and bytes so far, by name.");
+  py::class_<ReplayChannel, Channel, std::shared_ptr<ReplayChannel>>(
+      module, "ReplayChannel", "Steps without peers; see csrc/pipeline/replay_channel.h.")
+      .def(py::init<std::shared_ptr<Channel>>(), py::arg("real"))
+      .def("replay", &ReplayChannel::replay,
+           "From the next step on, what was received in the last one.");
 }
 
 }  // namespace pydist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -38,16 +39,17 @@ class Block(nn.Module):
         self.mlp_input = nn.Linear(size.width, 4 * size.width)
         self.mlp_output = nn.Linear(4 * size.width, size.width)
 
-    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Maps (sequences, positions, width) to the same shape."""
-        x = x + self.attend(self.attention_norm(x), turns)
+        x = x + self.attend(self.attention_norm(x))
         hidden = F.gelu(self.mlp_input(self.mlp_norm(x)))
         output: Tensor = x + self.mlp_output(hidden)
         return output
 
-    def attend(self, x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
         """Causal attention over the positions."""
         num_sequences, num_positions, width = x.shape
+        turns = position_turns(num_positions, width // self.num_heads)
         heads = (num_sequences, num_positions, 3, self.num_heads, width // self.num_heads)
         query, key, value = self.query_key_value(x).view(heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(
@@ -63,24 +65,21 @@ class Gpt(nn.Module):
     def __init__(self, size: ModelSize, num_symbols: int) -> None:
         super().__init__()
         self.size = size
-        self.embedding = nn.Embedding(num_symbols, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.num_layers))
-        self.norm = nn.LayerNorm(size.width)
-        self.head = nn.Linear(size.width, num_symbols)
+        head = nn.Linear(size.width, num_symbols)
+        # From symbols to the scores of the symbol that follows each position; a pipeline may cut
+        # between any two of them.
+        self.layers = nn.Sequential(
+            nn.Embedding(num_symbols, size.width),
+            *(Block(size) for _ in range(size.num_layers)),
+            nn.LayerNorm(size.width),
+            head,
+        )
         self.apply(initialize)
+        nn.init.zeros_(head.weight)
 
     def forward(self, symbols: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy of the predictions for `targets`, in nats per character."""
-        return F.cross_entropy(self.logits(symbols).flatten(0, 1), targets.flatten())
-
-    def logits(self, symbols: Tensor) -> Tensor:
-        """Scores of the symbol that follows each position."""
-        turns = position_turns(symbols.shape[1], self.size.width // self.size.num_heads)
-        x = self.embedding(symbols)
-        for block in self.blocks:
-            x = block(x, turns)
-        output: Tensor = self.head(self.norm(x))
-        return output
+        return mean_cross_entropy(self.layers(symbols), targets)
 
     @torch.no_grad()
     def generate(self, prompt: list[int], num_symbols: int, seed: int) -> list[int]:
@@ -90,15 +89,21 @@ class Gpt(nn.Module):
         for _ in range(num_symbols):
             window = torch.tensor([symbols[-self.size.context :]])
             # Colder than 1: most of what a small model finds improbable is a mistake.
-            chances = F.softmax(self.logits(window)[0, -1] / 0.7, dim=-1)
+            chances = F.softmax(self.layers(window)[0, -1] / 0.7, dim=-1)
             symbols.append(int(torch.multinomial(chances, 1, generator=generator)))
         return symbols
 
 
+def mean_cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+    """Of scores (sequences, positions, symbols) for the symbols that follow, in nats."""
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+@functools.cache
 def position_turns(num_positions: int, head_width: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles by which each position turns pairs of a head's entries.
 
-    Computed anew in each forward: as a buffer it would be broadcast in each step.
+    No buffers of the model: those would be broadcast in each step.
     """
     num_pairs = head_width // 2
     speeds = 100.0 ** (-torch.arange(num_pairs) / num_pairs)
@@ -118,7 +123,7 @@ def place(heads: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def initialize(module: nn.Module) -> None:
-    """Draws initial weights; what adds to the shortcut, and the head, start at zero."""
+    """Draws initial weights; what adds to the shortcut starts at zero, as does the head."""
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=module.in_features**-0.5)
         nn.init.zeros_(module.bias)
@@ -127,5 +132,3 @@ def initialize(module: nn.Module) -> None:
     elif isinstance(module, Block):
         nn.init.zeros_(module.attention_output.weight)
         nn.init.zeros_(module.mlp_output.weight)
-    elif isinstance(module, Gpt):
-        nn.init.zeros_(module.head.weight)

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.figure import Figure
 
-from gpt_training import EngineResult, Plan
+from gpt_training import EngineResult
+from trainees import Plan
 
 # The final train loss is the mean of so many steps: one batch alone says little.
 _FINAL_NUM_STEPS = 20

@@ -1,18 +1,19 @@
-"""Owns the command of the demo: trains a GPT on real text by three engines and compares them.
+"""Owns the command of the demo: trains a GPT on real text in five ways and compares them.
 
     python examples/train_gpt.py [--ranks N] [--steps N] [--model small|tiny]
 
-A character-level GPT learns the source of Python's standard library three times, from the same
+A character-level GPT learns the source of Python's standard library five times, from the same
 seed and on the same batches: in one process, on N processes with torch's DistributedDataParallel
-over Gloo, and on N processes with pydist.DataParallel. The exit status is 1 if a rank failed, or
-if the three did not train the same model.
+over Gloo, on N processes with pydist.DataParallel, as a pipeline of two stages with
+pydist.PipelineParallel, and as two replicas of such a pipeline. The exit status is 1 if a rank
+failed, or if they did not train the same model.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import os
+import math
 import pickle
 import sys
 import tempfile
@@ -29,15 +30,17 @@ from torch.multiprocessing.spawn import (
 
 from gpt_model import MODEL_SIZES
 from gpt_training import (
-    Plan,
+    HYBRID_NUM_REPLICAS,
+    Engine,
     TrainingResult,
-    Wrapper,
+    make_engines,
     train_on_rank,
-    wrap_with_ddp,
-    wrap_with_pydist,
 )
+from pipeline_trainee import NUM_MICROBATCHES, SCHEDULE
 from report import disagreements, draw_losses, render_table
+from schedule_picture import ScheduleReport
 from stdlib_text import LICENSE_NOTE, NoTextError, StdlibText, read_stdlib
+from trainees import Plan, Wrapper, wrap_with_pydist
 
 _DEFAULT_NUM_STEPS = {"small": 500, "tiny": 200}
 _DEFAULT_BATCH = 16
@@ -61,21 +64,26 @@ def main(arguments: Sequence[str] | None = None, pydist_wrapper: Wrapper | None 
         return fail(f"{error}; `make demo` installs what the demo needs")
     except (ImportError, NoTextError) as error:
         return fail(str(error))
-    plan = plan_training(options, pydist_wrapper or wrap_with_pydist)
-    print_plan(plan, text)
+    plan = Plan(options.model, options.steps, options.batch)
+    engines = make_engines(options.ranks, pydist_wrapper or wrap_with_pydist)
+    print_plan(plan, engines, text)
     try:
-        result = train_on_all_ranks(plan, text)
+        result = train_on_all_ranks(plan, engines, text)
     except RankFailedError as error:
         return fail(str(error))
     except KeyboardInterrupt:
         fail("interrupted")
         return _INTERRUPTED
-    print(f"\nWritten by the model that '{result.engines[-1].name}' trained:\n")
+    print(f"\nWritten by the model that '{result.writer}' trained:\n")
     print("\n".join(f"    | {line[:92]}" for line in result.sample.splitlines()))
     print("\n" + render_table(result.engines, plan))
-    print_footnotes(plan)
+    print_footnotes(engines)
+    schedule = ScheduleReport(result.pipeline.recorded)
+    print(schedule.text())
     draw_losses(result.engines, options.output)
-    print(f"Loss curves: {options.output}. Took {time.monotonic() - started:.0f} s.")
+    schedule.draw(options.schedule_output)
+    print(f"Loss curves: {options.output}. The schedule: {options.schedule_output}.")
+    print(f"Took {time.monotonic() - started:.0f} s.")
     problems = disagreements(result.engines)
     for problem in problems:
         fail(problem)
@@ -93,9 +101,11 @@ def fail(message: str) -> int:
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked before minutes are spent on it."""
     parser = argparse.ArgumentParser(
-        prog="train_gpt", description="Trains a small GPT by three engines and compares them."
+        prog="train_gpt", description="Trains a small GPT in five ways and compares them."
     )
-    parser.add_argument("--ranks", type=positive, default=2, help="processes (default: 2)")
+    parser.add_argument(
+        "--ranks", type=positive, default=2, help="processes of data parallelism (default: 2)"
+    )
     parser.add_argument("--steps", type=positive, help="steps of training (default: by model)")
     parser.add_argument("--model", choices=sorted(MODEL_SIZES), default="small")
     parser.add_argument(
@@ -106,17 +116,26 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("demo_loss.png"), help="picture of the loss curves"
     )
+    parser.add_argument(
+        "--schedule-output",
+        type=Path,
+        default=Path("demo_schedule.png"),
+        help="picture of the pipeline's schedule",
+    )
     options = parser.parse_args(arguments)
     if options.steps is None:
         options.steps = _DEFAULT_NUM_STEPS[options.model]
+    divisor = math.lcm(options.ranks, HYBRID_NUM_REPLICAS)
     if options.batch is None:
-        options.batch = -(-_DEFAULT_BATCH // options.ranks) * options.ranks
-    if options.batch % options.ranks != 0:
+        options.batch = -(-_DEFAULT_BATCH // divisor) * divisor
+    if options.batch % divisor != 0:
         parser.error(
-            f"expected --batch to be a multiple of --ranks {options.ranks}, found {options.batch}"
+            f"expected --batch to be a multiple of {divisor}, for --ranks {options.ranks} and the "
+            f"{HYBRID_NUM_REPLICAS} replicas of a pipeline, found {options.batch}"
         )
-    if not options.output.absolute().parent.is_dir():
-        parser.error(f"expected the folder of --output {options.output} to exist")
+    for path in (options.output, options.schedule_output):
+        if not path.absolute().parent.is_dir():
+            parser.error(f"expected the folder of {path} to exist")
     return options
 
 
@@ -128,23 +147,7 @@ def positive(text: str) -> int:
     return number
 
 
-def plan_training(options: argparse.Namespace, pydist_wrapper: Wrapper) -> Plan:
-    """The three runs, each process with the same number of threads."""
-    return Plan(
-        model=options.model,
-        num_ranks=options.ranks,
-        num_steps=options.steps,
-        global_batch=options.batch,
-        num_threads=max(1, len(os.sched_getaffinity(0)) // options.ranks),
-        engines={
-            "single process": None,
-            "torch DDP": wrap_with_ddp,
-            "pydist": pydist_wrapper,
-        },
-    )
-
-
-def print_plan(plan: Plan, text: StdlibText) -> None:
+def print_plan(plan: Plan, engines: list[Engine], text: StdlibText) -> None:
     """What is going to happen."""
     megabytes = (len(text.train) + len(text.held_out)) / 1e6
     print(
@@ -154,33 +157,36 @@ def print_plan(plan: Plan, text: StdlibText) -> None:
         f"      {len(text.held_out) / 1e6:.1f} MB of it held out.\n"
         f"Model: {plan.model} GPT, {plan.num_steps} steps of {plan.global_batch} sequences of "
         f"{MODEL_SIZES[plan.model].context} characters.\n"
-        f"Runs: {', '.join(plan.engines)}; {plan.num_ranks} ranks, {plan.num_threads} thread(s) "
-        "in each process.",
+        f"Runs: {', '.join(engine.name for engine in engines)}.",
         flush=True,
     )
 
 
-def print_footnotes(plan: Plan) -> None:
+def print_footnotes(engines: list[Engine]) -> None:
     """How to read the table."""
+    ranks = ", ".join(f"{e.name} {e.num_ranks} (threads: {e.num_threads})" for e in engines)
+    hybrid = engines[-1]
     print(
-        f"\nsingle process: the whole batch in one process with {plan.num_threads} thread(s); the "
-        f"others: {plan.num_ranks} ranks of {plan.num_threads} thread(s) each.\n"
+        f"\nranks: {ranks}.\n"
+        f"pipelines: {hybrid.num_stages} stages, {NUM_MICROBATCHES} microbatches, schedule "
+        f"{SCHEDULE}; the last run: {hybrid.num_replicas} replicas of that.\n"
         "step: median, its slowest rank. communication: what a step takes longer than the same "
         "step under no_sync().\nThe runs took turns in the same processes, so that they met the "
         "same noise."
     )
 
 
-def train_on_all_ranks(plan: Plan, text: StdlibText) -> TrainingResult:
+def train_on_all_ranks(plan: Plan, engines: list[Engine], text: StdlibText) -> TrainingResult:
     """Starts the ranks, waits for them, and ends them all if one fails or the user interrupts."""
+    num_ranks = max(engine.num_ranks for engine in engines)
     # The port is chosen by the system and the store outlives the ranks.
-    store = TCPStore("127.0.0.1", 0, plan.num_ranks, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, num_ranks, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.pickle"
         ranks = start_processes(
             train_on_rank,
-            args=(plan, text, store.port, result_path),
-            nprocs=plan.num_ranks,
+            args=(plan, engines, text, store.port, result_path),
+            nprocs=num_ranks,
             join=False,
             # So that an interrupt before they are all there ends those that are.
             daemon=True,

@@ -23,17 +23,6 @@ class ScalesLoss(Protocol):
     def get_scale(self) -> float: ...
 
 
-class ActionRecord(NamedTuple):
-    """An action as it ran: in ns of the monotonic clock, which a machine's ranks share."""
-
-    action: str
-    start_ns: int
-    end_ns: int
-    """Everything that it gives has been sent."""
-    wait_ns: int
-    """Of that, for messages of other ranks."""
-
-
 class StepResult(NamedTuple):
     """What step() and evaluate() return where more than the loss is asked for.
 

@@ -43,18 +43,20 @@ def draw(
         len(panels), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": ratios}
     )
     kinds: set[str] = set()
+    ends = [end for _, timeline in panels for row in timeline for _, _, end in row]
+    last = max(ends, default=1.0)
     for axes, (title, timeline) in zip(grid[:, 0], panels, strict=True):
-        kinds |= _draw_panel(axes, title, timeline)
+        kinds |= _draw_panel(axes, title, timeline, last)
     grid[-1, 0].set_xlabel("time")
+    grid[-1, 0].set_xlim(0, last)
     _draw_legend(figure, kinds)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
 
 
-def _draw_panel(axes: Axes, title: str, timeline: Timeline) -> set[str]:
+def _draw_panel(axes: Axes, title: str, timeline: Timeline, last: float) -> set[str]:
     kinds: set[str] = set()
-    last = max((end for row in timeline for _, _, end in row), default=1.0)
     for rank, row in enumerate(timeline):
         stages = sorted({int(part[0]) for text, _, _ in row for part in _PARTS.findall(text)})
         for text, start, end in row:
@@ -86,7 +88,6 @@ def _draw_panel(axes: Axes, title: str, timeline: Timeline) -> set[str]:
     axes.set_title(title, loc="left", fontsize=9)
     axes.set_yticks(range(len(timeline)), [f"rank {rank}" for rank in range(len(timeline))])
     axes.set_ylim(len(timeline) - 0.5, -0.5)
-    axes.set_xlim(0, last)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     return kinds

@@ -17,7 +17,6 @@ from pydist._pipeline_build import AUTO, PipelineSettings, build_pipeline
 from pydist._pipeline_groups import resolve_pipeline_groups
 from pydist._pipeline_state_surface import PipelineState
 from pydist._pipeline_step import (
-    ActionRecord,
     Loss,
     Metrics,
     Outputs,
@@ -29,7 +28,7 @@ from pydist._pipeline_step import (
 )
 from pydist._stage_reduction import Replicas, StageReduction, replicated
 from pydist.errors import UsageError
-from pydist.schedule import Schedule
+from pydist.schedule import ActionRecord, Schedule
 
 
 class PipelineParallel(PipelineState):

@@ -13,7 +13,7 @@ pair. Actions name computation only: what is sent and received follows from them
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = [
+    "ActionRecord",
     "Costs",
     "Schedule",
     "ScheduleError",
@@ -34,11 +35,42 @@ __all__ = [
     "default_stages_per_rank",
     "from_csv",
     "kinds",
+    "plot_timelines",
     "register",
 ]
 
 # For all stages at once, or one number for each stage.
 PerStage: TypeAlias = float | Sequence[float]
+
+
+class ActionRecord(NamedTuple):
+    """An action as it ran: in ns of the monotonic clock, which a machine's ranks share."""
+
+    action: str
+    start_ns: int
+    end_ns: int
+    """Everything that it gives has been sent."""
+    wait_ns: int
+    """Of that, for messages of other ranks."""
+
+    @property
+    def stage(self) -> int:
+        return int(self.action.partition(self.kind)[0])
+
+    @property
+    def kind(self) -> str:
+        """F, B, I or W."""
+        return self.action.strip("0123456789")
+
+    @property
+    def began_ns(self) -> int:
+        """When it had what it waited for."""
+        return self.start_ns + self.wait_ns
+
+    @property
+    def work_s(self) -> float:
+        """Without waiting, in seconds."""
+        return 1e-9 * (self.end_ns - self.began_ns)
 
 
 @dataclass(frozen=True)
@@ -63,6 +95,22 @@ class Costs:
     """What a microbatch holds from F to B or I."""
     nbytes_after_input: PerStage = 0.0
     """What it holds from I to W."""
+
+    @classmethod
+    def measured(cls, actions: Iterable[ActionRecord], num_stages: int) -> Costs:
+        """The mean times of recorded actions, of all ranks together; without bytes.
+
+        What no action tells is 0: I and W of a stage that only ran B, say.
+        """
+        times_s: dict[tuple[str, int], list[float]] = {}
+        for action in actions:
+            times_s.setdefault((action.kind, action.stage), []).append(action.work_s)
+
+        def by_stage(kind: str) -> list[float]:
+            found = [times_s.get((kind, stage), [0.0]) for stage in range(num_stages)]
+            return [sum(times) / len(times) for times in found]
+
+        return cls(by_stage("F"), by_stage("I"), by_stage("W"), by_stage("B"))
 
     def _by_stage(self, num_ranks: int, num_stages: int) -> _C.Costs:
         """Raises ScheduleError where numbers are negative, infinite or too few."""
@@ -384,6 +432,18 @@ def from_csv(path: str | os.PathLike[str], name: str | None = None) -> Schedule:
     schedule = Schedule._of(_C.Schedule.from_csv(name or file.stem, file.read_text()))
     schedule.validate()
     return schedule
+
+
+def plot_timelines(
+    timelines: Mapping[str, Sequence[Sequence[TimedAction]]],
+    path: str | os.PathLike[str] | None = None,
+) -> Figure:
+    """Draws what ranks do over time, by title, on one axis: as planned and as it ran, say.
+
+    Each is a list of actions by rank, like `Simulation.timeline`. Saved to `path` if given. Needs
+    matplotlib (``pip install pydist[plot]``).
+    """
+    return _schedule_plot.draw(list(timelines.items()), path)
 
 
 def _built_in() -> list[str]:

@@ -48,30 +48,30 @@ def leave_alone(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
-def double(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def double(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook that sums where it should average, with two ranks."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
     summed: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return summed
 
 
-def wrap_without_reduction(module: nn.Module) -> DistributedDataParallel:
-    wrapped = DistributedDataParallel(module)
+def wrap_without_reduction(module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
+    wrapped = DistributedDataParallel(module, process_group=group)
     wrapped.register_comm_hook(None, leave_alone)
     return wrapped
 
 
-def wrap_with_sum(module: nn.Module) -> DistributedDataParallel:
-    wrapped = DistributedDataParallel(module)
-    wrapped.register_comm_hook(None, double)
+def wrap_with_sum(module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
+    wrapped = DistributedDataParallel(module, process_group=group)
+    wrapped.register_comm_hook(group, double)
     return wrapped
 
 
-def wrap_only_on_rank_0(module: nn.Module) -> DistributedDataParallel:
+def wrap_only_on_rank_0(module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
     if dist.get_rank() == 1:
         raise RuntimeError("this rank has no engine")
-    return DistributedDataParallel(module)
+    return DistributedDataParallel(module, process_group=group)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -84,14 +84,28 @@ def test_trains_the_same_model_by_all_engines(tmp_path: Path, num_ranks: int) ->
     header = next(line for line in lines if "train loss" in line)
     for column in ("held-out loss", "samples/s", "step", "communication", "vs. DDP"):
         assert column in header
-    table = [re.split(r"\s{2,}", row) for row in lines[lines.index(header) + 2 :][:3]]
-    assert [row[0] for row in table] == ["single process", "torch DDP", "pydist"]
+    table = [re.split(r"\s{2,}", row) for row in lines[lines.index(header) + 2 :][:5]]
+    assert [row[0] for row in table] == [
+        "single process",
+        "torch DDP",
+        "pydist",
+        "pydist 1f1b",
+        "pydist 2 x 2",
+    ]
     assert table[1][-1] == "1.00x"
-    single, *others = (float(row[1]) for row in table)
-    assert others == pytest.approx([single] * 2, rel=1e-4)
+    for column in (1, 2):  # train loss, held-out loss
+        single, *others = (float(row[column]) for row in table)
+        assert others == pytest.approx([single] * 4, rel=1e-4)
     # Without a terminal: a line for each tenth of the way.
     assert sum(" %  step " in line for line in lines) == 10
-    assert (tmp_path / "demo_loss.png").read_bytes().startswith(PNG_SIGNATURE)
+    for picture in ("demo_loss.png", "demo_schedule.png"):
+        assert (tmp_path / picture).read_bytes().startswith(PNG_SIGNATURE)
+    bubble = next(line for line in lines if line.startswith("Bubble of 1f1b"))
+    assert "measured" in bubble
+    # 1 of 5 for 4 microbatches on 2 ranks, if all actions of a kind took the same time.
+    predicted = re.search(r"([\d.]+)% of [\d.]+ ms predicted", bubble)
+    assert predicted is not None
+    assert 5 < float(predicted[1]) < 60
     assert "trained the same model" in demo.stdout
 
 
@@ -122,4 +136,5 @@ def test_says_what_is_wrong_with_an_argument(tmp_path: Path) -> None:
     demo = run([str(EXAMPLES / "train_gpt.py"), "--ranks", "2", "--batch", "3"], tmp_path)
 
     assert demo.returncode == 2
-    assert "expected --batch to be a multiple of --ranks 2, found 3" in demo.stderr
+    assert "expected --batch to be a multiple of 2, for --ranks 2" in demo.stderr
+    assert "found 3" in demo.stderr
