@@ -381,7 +381,11 @@ void Executor::refuse(StepKind kind, const std::string& cause) {
   current_.reset();
   has_ended_ = false;
   if (options_.channel == nullptr) return;
-  options_.channel->begin_step(kind);
+  try {
+    options_.channel->begin_step(kind);
+  } catch (const PeerError&) {  // all know that the step is over; the caller has its own to say
+    return;
+  }
   options_.channel->fail(concat(where(), " raised ", cause));
 }
 
