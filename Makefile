@@ -15,7 +15,8 @@ PURE_SOURCES := $(wildcard csrc/base/*.cpp) \
 	$(filter-out csrc/transport/c10d_store.cpp,$(wildcard csrc/transport/*.cpp)) \
 	$(wildcard csrc/collective/*.cpp) \
 	$(wildcard csrc/bucket/layout.cpp csrc/bucket/pack.cpp csrc/bucket/shared_round.cpp) \
-	$(addprefix csrc/pipeline/,action.cpp builders.cpp builders_forward.cpp builders_looped.cpp \
+	$(addprefix csrc/pipeline/,action.cpp arena_blocks.cpp builders.cpp builders_forward.cpp \
+	  builders_looped.cpp \
 	  builders_v.cpp builders_zero_bubble.cpp csv.cpp grid.cpp lowering.cpp readiness.cpp \
 	  schedule.cpp search.cpp search_problem.cpp simulator.cpp state_search.cpp \
 	  validator.cpp waiting_cycle.cpp)

@@ -109,7 +109,7 @@ class PipelineExecutor {
     {
       const py::gil_scoped_release no_gil;
       try {
-        result = executor_->run(options);
+        result = executor_->run(std::move(options));
       } catch (...) {
         failure = std::current_exception();
       }

@@ -85,6 +85,11 @@ py::tuple receive(Channel& channel, int source, const KeyTuple& key, const std::
   return py::make_tuple(std::move(slots), py::bytes(message.structure), message.absent);
 }
 
+void flush(Channel& channel, const std::string& purpose) {
+  const py::gil_scoped_release no_gil;
+  channel.flush([&] { return purpose; });
+}
+
 void end_step(Channel& channel, const std::string& purpose) {
   const py::gil_scoped_release no_gil;
   channel.end_step([&] { return purpose; });
@@ -136,6 +141,7 @@ void bind_testing_channel(py::module_& module) {
             return channel.has_arrived(source, message_key(key));
           },
           py::arg("source"), py::arg("key"), "Whether receive() would return at once.")
+      .def("flush", &flush, py::arg("purpose") = "", "Waits until nothing sent is kept here.")
       .def("end_step", &end_step, py::arg("purpose") = "", "Waits until all have ended the step.")
       .def("fail", &Channel::fail, py::arg("reason"), py::call_guard<py::gil_scoped_release>(),
            "Ends the step on all ranks.")

@@ -67,11 +67,18 @@ class KeywordRoutes:
                 )
         self._accepted[key] = None
 
+    def shared(self, given: Collection[str]) -> list[str]:
+        """Which of `given` several stages get."""
+        all_names = self._names_by_stage.values()
+        return [
+            name for name in given if sum(names is None or name in names for names in all_names) > 1
+        ]
+
     def check_options(self, positional_names: Sequence[str], **options: Collection[str]) -> None:
         """Raises UsageError if an option (replicate=..., chunk_dim=...) names an argument that
         nobody takes: it would have no effect. `positional_names` as of the first stage.
         """
-        known = {"target", *positional_names}
+        known = {"target", "output", *positional_names}
         for names in self._names_by_stage.values():
             if names is None:
                 return

@@ -28,19 +28,37 @@ class Microbatches:
     kwargs: list[dict[str, Any]]
     targets: list[Any]
     shared: list[tuple[str, Tensor, int]]  # given to several microbatches: name, version then
+    # Pieces that several stages get.
+    watched: list[tuple[str, Tensor, int]] = dataclasses.field(default_factory=list)
 
     @property
     def num_present(self) -> int:
         return len(self.targets)
 
+    def watch(self, names: Collection[str]) -> None:
+        """Several stages get these keyword arguments, which none of them may change."""
+        self.watched = [
+            (name, tensor, _version(tensor))
+            for kwargs in self.kwargs
+            for name in names
+            for tensor in _leaves(kwargs[name])
+        ]
+
     def check_unchanged(self) -> None:
-        """Raises UsageError if a stage wrote to a tensor that other microbatches get too."""
+        """Raises UsageError if a stage wrote to a tensor that others get too."""
         for name, tensor, version in self.shared:
-            if tensor._version != version:
+            if _version(tensor) != version:
                 raise UsageError(
                     f"a tensor of {name}, shape {tuple(tensor.shape)}, was changed in place during "
                     "the step. It is not cut, so every microbatch gets the same one, changed by "
                     "those before it; clone it in forward before changing it"
+                )
+        for name, tensor, version in self.watched:
+            if _version(tensor) != version:
+                raise UsageError(
+                    f"a stage changed a tensor of {name}, shape {tuple(tensor.shape)}, in place. "
+                    "Several stages get this argument, and those on other ranks do not see the "
+                    "change; clone it in forward before changing it"
                 )
 
     def row_weights(self) -> list[float]:
@@ -206,12 +224,17 @@ class _Cutting:
         whole = tensor.dim() == 0 or self._slicer.is_replicated(name) or tensor.size(dim) == 1
         if whole or self._num_pieces == 1:
             if self._num_pieces > 1:
-                self.shared.append((name, tensor, tensor._version))
+                self.shared.append((name, tensor, _version(tensor)))
             return [tensor] * self._num_pieces
         pieces = tensor.tensor_split(self._num_pieces, dim)
         if tensor.requires_grad:  # which gets a gradient, as with the unsplit model
             return pieces
         return [piece.data for piece in pieces]
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to; of an inference tensor nobody knows."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def row_counts(rows: int, num_microbatches: int) -> list[int]:
@@ -237,6 +260,15 @@ def _tensors(name: str, value: Any) -> Iterator[Tensor]:
                 "torch's pytree knows; pass its tensors in a dict, tuple or dataclass, register it "
                 "with torch.utils._pytree.register_pytree_node, or name it in replicate=(...)"
             )
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    """The tensors of what has been cut already."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, _SCALARS):
+        return []
+    return [leaf for leaf in take_apart(value)[0] if isinstance(leaf, Tensor)]
 
 
 # -- weights ---------------------------------------------------------------------------------------

@@ -11,7 +11,12 @@ from torch import nn
 from pydist import _C, schedule
 from pydist._balance import Balance, LayerCosts, choose_balance
 from pydist._engine import Engine
-from pydist._keywords import KeywordRoutes, exchange_names, positional_names
+from pydist._keywords import (
+    KeywordRoutes,
+    exchange_names,
+    exchange_positional_names,
+    positional_names,
+)
 from pydist._layer_times import measured_costs
 from pydist._microbatches import Slicer
 from pydist._partition import (
@@ -128,7 +133,25 @@ def build_pipeline(
         _check_devices(local_layers)
     verify_settings(engine, model_name, _agreed(settings, plan, partition, groups))
     base_seed = int(engine.exchange_bytes(str(torch.initial_seed()).encode())[0])
-    names = exchange_names(engine, {stage: found.names for stage, found in stages.items()})
+    routes = KeywordRoutes(
+        exchange_names(engine, {stage: found.names for stage, found in stages.items()})
+    )
+    first_names = exchange_positional_names(
+        engine, stages[0].positional_names if 0 in stages else None
+    )
+    slicer = Slicer(
+        settings.num_microbatches,
+        settings.chunk_dim,
+        settings.replicate,
+        positional_names=first_names,
+        has_first_stage=0 in stages,
+        has_last_stage=plan.num_stages - 1 in stages,
+    )
+    routes.check_options(
+        first_names,
+        replicate=settings.replicate,
+        chunk_dim=settings.chunk_dim if isinstance(settings.chunk_dim, Mapping) else (),
+    )
     portals = portals_of(exchange_declarations(engine, _declared_skips(partition, layers)))
     channel = _make_channel(engine, model_name)
     tied = TiedWeights(engine, channel, groups, layers, plan.placement, gradients_are_views)
@@ -154,15 +177,8 @@ def build_pipeline(
         tied_names=[[name for _, name in group] for group in groups],
         aliases=tied.aliases,
         executor=make_executor(plan),
-        slicer=Slicer(
-            settings.num_microbatches,
-            settings.chunk_dim,
-            settings.replicate,
-            positional_names=stages[0].positional_names if 0 in stages else (),
-            has_first_stage=0 in stages,
-            has_last_stage=plan.num_stages - 1 in stages,
-        ),
-        routes=KeywordRoutes(names),
+        slicer=slicer,
+        routes=routes,
         frame=StepFrame(statistics, tied),
         _make_executor=make_executor,
     )

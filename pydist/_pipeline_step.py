@@ -44,16 +44,24 @@ class StepFrame:
         self._statistics = statistics
         self._tied = tied
 
+    def prepare(self, training: bool) -> None:
+        """Before the step begins anywhere. Raises UsageError where it must not."""
+        if training:
+            self._tied.check()
+        self._tied.link()
+
     @contextmanager
     def around(self, training: bool) -> Iterator[None]:
         """From before the first action until the step has ended on all ranks."""
-        for statistics in self._statistics:
-            statistics.begin_step()
-        if training:
-            self._tied.before_step()
         try:
+            for statistics in self._statistics:
+                statistics.begin_step()
+            if training:
+                self._tied.before_step()
             yield
         except BaseException:
+            for statistics in self._statistics:
+                statistics.drop_step()
             if training:
                 self._tied.failed_step()
             raise
@@ -61,13 +69,19 @@ class StepFrame:
             statistics.end_step()
 
     def before_end(
-        self, training: bool, cut: Microbatches, mean: Callable[[Tensor], None] | None = None
+        self,
+        training: bool,
+        cut: Microbatches,
+        outputs: "Outputs | None",
+        mean: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Once this rank's gradients are there; what it raises ends the step on all ranks.
 
         `mean`, over replicas, is wanted for gradients of earlier steps that are not averaged yet.
         """
         cut.check_unchanged()
+        if outputs is not None:
+            outputs.merge()
         if training and mean is not None:
             self._tied.average_earlier(mean)
         if training:
@@ -92,6 +106,7 @@ class StepInputs:
         self.total_weight = 0.0  # what loss_weight gave for the whole batch
         routes.check(kwargs)
         self.cut: Microbatches = slicer.cut(args, kwargs, target)
+        self.cut.watch(routes.shared(kwargs))
         self.keywords = {
             stage: [routes.of_stage(stage, some) for some in self.cut.kwargs]
             for stage in local_stages
@@ -123,13 +138,15 @@ def scale_of(loss_scale: "float | ScalesLoss") -> float:
 class Total:
     """Sums losses and metrics of microbatches; the executor calls it once all are there."""
 
-    def __init__(self, weights: Sequence[float]) -> None:
+    def __init__(self, weights: Sequence[float], step: int) -> None:
         self._weights = weights
+        self._step = step
 
     def __call__(
         self, losses: list[Tensor | None], metrics: list[Mapping[str, Any]] | None
-    ) -> tuple[Tensor, dict[str, Any] | None]:
-        """In ascending order of microbatches, as one process would."""
+    ) -> tuple[Tensor, dict[str, Any] | None, int]:
+        """In ascending order of microbatches, as one process would; and the step's number, so that
+        it is the same on all ranks again where one was interrupted when it had ended the last."""
         # Zero times the mean of nothing is not a number: a microbatch that weighs nothing is out.
         counted = [
             (weight, index)
@@ -141,12 +158,13 @@ class Total:
             if loss is None:
                 loss = torch.zeros_like(next(each for each in losses if each is not None))
             if metrics is None:
-                return loss.reshape(()), None
+                return loss.reshape(()), None, self._step
             names = dict.fromkeys(name for _, index in counted for name in metrics[index])
-            return loss.reshape(()), {
+            sums = {
                 name: self._sum([(w, metrics[i][name]) for w, i in counted if name in metrics[i]])
                 for name in names
             }
+            return loss.reshape(()), sums, self._step
 
     @staticmethod
     def _sum(terms: Sequence[tuple[float, Any]]) -> Any:
@@ -158,11 +176,14 @@ class Total:
 
 
 class Outputs:
-    """Collects the last stage's outputs."""
+    """Collects the last stage's outputs, where this rank has that."""
 
-    def __init__(self, num_microbatches: int) -> None:
+    def __init__(self, num_microbatches: int, chunk_dim: int) -> None:
         self.by_microbatch: list[Any] = [_ABSENT] * num_microbatches
+        self.merged: Any = None
+        self._chunk_dim = chunk_dim
 
-    def merged(self, chunk_dim: int) -> Any:
-        """Those that are there, as one."""
-        return merge_outputs([o for o in self.by_microbatch if o is not _ABSENT], chunk_dim)
+    def merge(self) -> None:
+        """Those that are there become one."""
+        there = [output for output in self.by_microbatch if output is not _ABSENT]
+        self.merged = merge_outputs(there, self._chunk_dim)

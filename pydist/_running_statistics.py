@@ -2,6 +2,7 @@
 
 A layer's forward may run once more in backward, where a checkpoint recomputes it: that must not
 count. And instead of once for each microbatch, they may be updated once a step ("deferred").
+Outside of the pipeline's steps layers do as they always did.
 """
 
 from collections.abc import Callable
@@ -27,11 +28,12 @@ class Moments:
 
 
 class RunningStatistics:
-    """Those of one layer; its hooks run around the layer's forward."""
+    """Those of one layer; its hooks run around the layer's forward, and act in steps only."""
 
     def __init__(self, layer: _NormBase, deferred: bool) -> None:
         self._layer = layer
         self._deferred = deferred
+        self._in_step = False
         self._undo: Callable[[Tensor | None], None] | None = None
         self._moments: list[Moments] = []
         _remove_hooks(layer)
@@ -39,17 +41,29 @@ class RunningStatistics:
         # Also where the forward raises, as a checkpoint does once it has recomputed enough.
         layer.register_forward_hook(self._after, always_call=True)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the layer is in no step."""
+        return {**self.__dict__, "_in_step": False, "_undo": None, "_moments": []}
+
     def begin_step(self) -> None:
-        self._moments.clear()
+        self.drop_step()
+        self._in_step = True
 
     def end_step(self) -> None:
         """Updates them from all microbatches as if these had been one."""
         if self._moments:
             self._update(merge(self._moments))
-            self._moments.clear()
+        self.drop_step()
+
+    def drop_step(self) -> None:
+        """The step is over; its microbatches do not count from here on."""
+        self._finish(None)
+        self._moments.clear()
+        self._in_step = False
 
     def _before(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self._layer.training or self._layer.running_mean is None:
+        self._finish(None)
+        if not self._in_step or not self._layer.training or self._layer.running_mean is None:
             return
         if torch._C._current_graph_task_id() != -1:
             self._keep_from_recomputation()
@@ -57,9 +71,14 @@ class RunningStatistics:
             self._measure(args[0])
 
     def _after(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> None:
+        self._finish(output)
+
+    def _finish(self, output: Tensor | None) -> None:
+        """After a forward. Torch calls no hook after a KeyboardInterrupt in it: then this is made
+        up for before the next forward, or at the end of the step."""
         if self._undo is not None:
-            undo, self._undo = self._undo, None
-            undo(output)
+            self._undo(output)
+            self._undo = None
 
     def _keep_from_recomputation(self) -> None:
         """The update becomes x = 1 * x + 0 * new. (Not without statistics: a checkpoint insists on
@@ -73,8 +92,8 @@ class RunningStatistics:
             if count is not None and count_before is not None:
                 count.copy_(count_before)
 
+        self._undo = undo  # first, as an interrupt may come anywhere
         layer.momentum = 0.0
-        self._undo = undo
 
     def _measure(self, input: Tensor) -> None:
         """The layer's own update, x = 0 * x + 1 * new, on other buffers gives the moments."""
@@ -94,9 +113,9 @@ class RunningStatistics:
                 count = input.numel() // input.shape[1]
                 self._moments.append(Moments(count, mean, variance))
 
+        self._undo = undo  # first, as an interrupt may come anywhere
         layer.momentum = 1.0
         layer._buffers.update(measured)
-        self._undo = undo
 
     @torch.no_grad()
     def _update(self, moments: Moments) -> None:
@@ -160,3 +179,8 @@ class StageStatistics:
         """After the last forward of a step that succeeded."""
         for statistics in self._layers:
             statistics.end_step()
+
+    def drop_step(self) -> None:
+        """After a step that failed."""
+        for statistics in self._layers:
+            statistics.drop_step()

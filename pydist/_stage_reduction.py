@@ -25,7 +25,7 @@ from pydist._process_group import MEAN, SUM
 from pydist._replica_audit import compare_replicas
 from pydist._verification import verify_settings
 from pydist.data_parallel import DataParallel
-from pydist.errors import UsageError
+from pydist.errors import PeerError, UsageError
 
 # Of DataParallel's arguments, those that mean the same for every stage.
 OPTIONS = frozenset(
@@ -141,6 +141,7 @@ class Replicas:
         self.rank, self.size = self._engine.rank, self._engine.size
         self._synchronize = True
         self._unreduced = False  # steps under no_sync since the last one outside
+        self._ended = False  # the last step succeeded here
         self.stages = {
             index: StageReduction(module, index, group, options or {})
             for index, module in sorted(stages.items())
@@ -170,6 +171,7 @@ class Replicas:
     def end_step(self) -> None:
         """After a training step that succeeded."""
         self._unreduced = not self._synchronize
+        self._ended = True
 
     @property
     def synchronizes(self) -> bool:
@@ -182,8 +184,9 @@ class Replicas:
         Raises:
             MismatchError: replicas differ, since a step failed on some rank after it had ended on
                 others; on every replica, and again until they are equal.
-            PeerError: a replica has died.
+            PeerError: a replica has died; or the last step failed on a replica, but not here.
         """
+        ended, self._ended = self._ended, False
         sound = all(stage.is_sound for stage in self.stages.values())
         told = torch.tensor([0.0 if sound else 1.0, weight], dtype=torch.float64)
         self._engine.operations.all_reduce(told, SUM, False)
@@ -191,6 +194,12 @@ class Replicas:
         for stage in self.stages.values():
             if num_failed:
                 stage.recover()
+        if num_failed and ended:
+            raise PeerError(
+                "the last step failed on another replica after it had ended on this one, whose "
+                "gradients may be ahead; zero_grad() on all ranks, and go on"
+            )
+        for stage in self.stages.values():
             stage.begin_step(self._synchronize)
         return float(total)
 

@@ -38,6 +38,9 @@ def separate_stages(groups: Sequence[TiedGroup], layers: LocalLayers) -> None:
         aliases: dict[int, nn.Parameter] = {}
         for group in groups:
             here = [(at, name) for at, name in group if at in layers]
+            for at, name in here:
+                if at == stage:
+                    _check_hooks(name, _find(layers[stage], name))
             for at, name in here[1:]:
                 if at == stage:
                     first = _find(layers[here[0][0]], here[0][1])
@@ -62,6 +65,24 @@ def _check_alike(name: str, first: nn.Parameter, other_name: str, other: nn.Para
 def _describe(parameter: nn.Parameter) -> str:
     frozen = "" if parameter.requires_grad else ", frozen"
     return f"{tuple(parameter.shape)} {parameter.dtype}{frozen}"
+
+
+def _check_hooks(name: str, parameter: nn.Parameter) -> None:
+    """A hook on the one leaf of the unsplit model sees the gradient of all its uses at once. Here
+    each stage has a leaf, and their sum is there after the last backward only."""
+    kinds = {
+        "register_hook": parameter._backward_hooks,
+        "register_post_accumulate_grad_hook": getattr(
+            parameter, "_post_accumulate_grad_hooks", None
+        ),
+    }
+    for kind, hooks in kinds.items():
+        if hooks:
+            raise UsageError(
+                f"the tied parameter {name} has a hook ({kind}), which would see the gradients of "
+                "each stage that shares it on their own, not their sum; remove the hook, and "
+                "change .grad between step() and the optimizer's step"
+            )
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
@@ -123,17 +144,25 @@ class _Shared:
         (self.first, *self.aliases) = self.leaves.values()
         self.earlier: Tensor | None = None  # gradient of earlier steps
 
-    def set_aside(self, clone: bool) -> None:
+    def check(self) -> None:
+        for stage, leaf in self.leaves.items():
+            _check_hooks(self.name_of[stage], leaf)
+
+    def link(self) -> None:
+        """The parameter may have got other memory: by `p.data = ...`, or module.to(dtype)."""
+        for alias in self.aliases:
+            alias.data = self.first.data
+            alias.requires_grad_(self.first.requires_grad)
+
+    def keep_earlier(self, clone: bool) -> None:
         """Before a step: gradients of earlier steps are no part of what is exchanged."""
-        self.earlier = self.first.grad
-        if clone and self.earlier is not None:
-            self.earlier = self.earlier.clone()
+        earlier = self.first.grad
+        self.earlier = earlier.clone() if clone and earlier is not None else earlier
+
+    def clear(self) -> None:
         self.first.grad = None
         for alias in self.aliases:
             alias.grad = None
-            if alias.data_ptr() != self.first.data_ptr() or alias.dtype != self.first.dtype:
-                alias.data = self.first.data  # as after module.to(dtype)
-            alias.requires_grad_(self.first.requires_grad)
 
     def restore(self) -> None:
         """After a step that failed."""
@@ -168,9 +197,9 @@ class _Shared:
 class TiedWeights:
     """The shared parameters of a rank. Making one is collective over the pipeline.
 
-    Copies are made equal to the first stage's. In a training step, call `before_step` before its
-    first action; `after_step` after the last one's gradients are there, before the channel's
-    end_step(); and `failed_step` where the step failed.
+    Copies are made equal to the first stage's. Call `link` before any step. In a training step,
+    call `before_step` before its first action; `after_step` after the last one's gradients are
+    there, before the channel's end_step(); and `failed_step` where the step failed.
 
     Args:
         channel: between the ranks of the pipeline; None where there is one rank.
@@ -216,21 +245,38 @@ class TiedWeights:
         part of parameters(), and their .grad is None between steps."""
         return [alias for shared in self._shared for alias in shared.aliases]
 
+    def link(self) -> None:
+        """Makes aliases the memory of their parameters again. Not collective."""
+        for shared in self._shared:
+            shared.link()
+
+    def check(self) -> None:
+        """Before a training step: UsageError where a shared parameter has a hook."""
+        for shared in self._shared:
+            shared.check()
+
     def before_step(self) -> None:
         """Sets gradients of earlier steps aside. Not collective."""
-        self._set_aside = True
         for shared in self._shared:
-            shared.set_aside(self._gradients_are_views)
+            shared.keep_earlier(self._gradients_are_views)
+        self._set_aside = True  # and not before all are kept: an interrupt may come anywhere
+        for shared in self._shared:
+            shared.clear()
 
     @torch.no_grad()
     def average_earlier(self, mean: Callable[[Tensor], None]) -> None:
         """Where gradients of earlier steps, set aside, are not the mean over replicas yet: `mean`
         makes one of them, in place. Collective over replicas.
         """
-        for shared in self._shared:
-            earlier = shared.earlier
-            shared.earlier = torch.zeros_like(shared.first) if earlier is None else earlier
-            mean(shared.earlier)
+        if not self._shared:
+            return
+        present = torch.tensor([float(shared.earlier is not None) for shared in self._shared])
+        mean(present)
+        for shared, share in zip(self._shared, present.tolist(), strict=True):
+            if share > 0:  # else no replica has any: it stays None, as of a frozen parameter
+                if shared.earlier is None:
+                    shared.earlier = torch.zeros_like(shared.first)
+                mean(shared.earlier)
 
     @torch.no_grad()
     def after_step(self) -> None:

@@ -125,7 +125,8 @@ class PipelineParallel(PipelineState):
         self.loss_fn = loss_fn
         self.loss_weight = loss_weight
         self._settings = settings
-        self._num_steps = 0
+        self._num_steps = 0  # that succeeded; layers' seeds depend on it
+        self._wants_records = self._recorded = False
         # Under their names in the unsplit model; not by add_module, which refuses some of these.
         self._modules.update(self._parts.local_layers)
         self._split_model = self._parts
@@ -135,13 +136,14 @@ class PipelineParallel(PipelineState):
         if schedule == AUTO:
             replicas = None if groups.replicas is None else group_engine(groups.replicas)
             self._auto = AutoSchedule(self._engine, num_microbatches, replicas)
+        self._next_schedule: Schedule | None = None
 
     # -- what is where --------------------------------------------------------------------------
 
     @property
     def schedule(self) -> Schedule:
-        """The actions of all ranks."""
-        return self._parts.schedule
+        """The actions of all ranks, from the next step on."""
+        return self._next_schedule or self._parts.schedule
 
     @property
     def local_stages(self) -> dict[int, nn.Module]:
@@ -175,11 +177,12 @@ class PipelineParallel(PipelineState):
 
     def record(self, on: bool = True) -> None:
         """Switches the recording of actions on or off, from the next step. Not collective."""
-        self._parts.executor.record(on)
+        self._wants_records = on
 
     def records(self) -> list[ActionRecord]:
         """This rank's actions in the last step, in order; empty unless `record` is on."""
-        return [ActionRecord(*record) for record in self._parts.executor.records()]
+        records = self._parts.executor.records() if self._recorded else []
+        return [ActionRecord(*record) for record in records]
 
     # -- running --------------------------------------------------------------------------------
 
@@ -213,17 +216,11 @@ class PipelineParallel(PipelineState):
             What a stage, the loss or backward raised here, with a note that names the action;
             PeerError where that happened on another rank. The next step works.
         """
-        if not torch.is_grad_enabled():
-            raise UsageError("step() needs gradients; within no_grad() call evaluate()")
-        self._num_steps += 1
         result = self._run_with_loss(
             StepKind.TRAIN, (args, kwargs, target), metrics, return_outputs, loss_scale
         )
         if self._auto is not None:
-            better = self._auto.after_step(self._parts.executor.records())
-            if better is not None:
-                self._parts.change_schedule(better)
-            self._parts.executor.record(self._auto.records)
+            self._next_schedule = self._auto.after_step(self._parts.executor.records())
         return result
 
     @contextmanager
@@ -255,9 +252,9 @@ class PipelineParallel(PipelineState):
 
         Collective.
         """
-        outputs = Outputs(self._settings.num_microbatches)
-        self._run(StepKind.FORWARD, (args, kwargs, None), {"outputs": outputs.by_microbatch})
-        return outputs.merged(self._output_dim) if self.has_last_stage else None
+        outputs = self._make_outputs()
+        self._run(StepKind.FORWARD, (args, kwargs, None), outputs)
+        return outputs.merged
 
     def _run_with_loss(
         self,
@@ -267,30 +264,23 @@ class PipelineParallel(PipelineState):
         return_outputs: bool,
         loss_scale: float | ScalesLoss,
     ) -> Any:
-        outputs = Outputs(self._settings.num_microbatches)
-        loss, totals = self._run(
-            kind,
-            given,
-            {
-                "loss_fn": self.loss_fn,
-                "metrics": metrics,
-                "outputs": outputs.by_microbatch if return_outputs else None,
-            },
-            loss_scale,
-        )
-        if metrics is None and not return_outputs:
+        outputs = self._make_outputs() if return_outputs else None
+        loss, totals, _ = self._run(kind, given, outputs, metrics, loss_scale)
+        if metrics is None and outputs is None:
             return loss
-        merged = return_outputs and self.has_last_stage
-        return StepResult(loss, totals, outputs.merged(self._output_dim) if merged else None)
+        return StepResult(loss, totals, None if outputs is None else outputs.merged)
 
     def _run(
         self,
         kind: StepKind,
         given: tuple[tuple[Any, ...], dict[str, Any], Any],
-        python: dict[str, Any],
+        outputs: Outputs | None,
+        metrics: Metrics | None = None,
         loss_scale: float | ScalesLoss = 1.0,
     ) -> Any:
-        replicas = self._replicas if kind is StepKind.TRAIN else None
+        training = kind is StepKind.TRAIN
+        replicas = self._replicas if training else None
+        self._begin_run(training)
         with self._refusing(kind, replicas, met=False):
             inputs, weights = self._prepare(kind, given)
             scale = scale_of(loss_scale)
@@ -301,12 +291,11 @@ class PipelineParallel(PipelineState):
                 factor = inputs.total_weight * replicas.size / total
                 weights = [weight * factor for weight in weights]
         frame = self._parts.frame
-        training = kind is StepKind.TRAIN
         mean = None if replicas is None else replicas.mean_of_earlier()
         with frame.around(training):
             result = self._parts.executor.run(
                 kind=kind,
-                step=self._num_steps,
+                step=self._num_steps + 1,
                 num_rows=inputs.cut.rows,
                 loss_gradients=[weight * scale for weight in weights],
                 reducers={} if replicas is None else replicas.reducers(),
@@ -315,16 +304,28 @@ class PipelineParallel(PipelineState):
                     "arguments": inputs.cut.args,
                     "keywords": inputs.keywords or None,
                     "targets": inputs.cut.targets,
-                    "finish": Total(weights),
-                    "before_end": lambda: frame.before_end(training, inputs.cut, mean),
-                    "loss_fn": None,
-                    "metrics": None,
-                    **python,
+                    "finish": Total(weights, self._num_steps + 1),
+                    "before_end": lambda: frame.before_end(training, inputs.cut, outputs, mean),
+                    "loss_fn": None if kind is StepKind.FORWARD else self.loss_fn,
+                    "metrics": metrics,
+                    "outputs": None if outputs is None else outputs.by_microbatch,
                 },
             )
+        if training:
+            self._num_steps = result[2]
         if replicas is not None:
             replicas.end_step()
         return result
+
+    def _begin_run(self, training: bool) -> None:
+        """The executor runs the schedule, and records, as is wanted by now."""
+        parts = self._parts
+        if training and self._next_schedule is not None:
+            parts.change_schedule(self._next_schedule)
+            self._next_schedule = None
+        self._recorded = self._wants_records
+        auto = training and self._auto is not None and self._auto.records
+        parts.executor.record(self._recorded or auto)
 
     @contextmanager
     def _refusing(self, kind: StepKind, replicas: Replicas | None, met: bool) -> Iterator[None]:
@@ -344,9 +345,12 @@ class PipelineParallel(PipelineState):
         self, kind: StepKind, given: tuple[tuple[Any, ...], dict[str, Any], Any]
     ) -> tuple[StepInputs, list[float]]:
         args, kwargs, _ = given
+        if kind is StepKind.TRAIN and not torch.is_grad_enabled():
+            raise UsageError("step() needs gradients; within no_grad() call evaluate()")
         if self.has_first_stage and not kwargs and all(arg is None for arg in args):
             raise UsageError("this rank holds the first stage, which needs the batch; got None")
         parts = self._parts
+        parts.frame.prepare(kind is StepKind.TRAIN)
         inputs = StepInputs(parts.slicer, parts.routes, given, list(parts.local_stages))
         if kind is StepKind.FORWARD or not self.has_last_stage:
             return inputs, []
@@ -354,6 +358,5 @@ class PipelineParallel(PipelineState):
             raise UsageError("PipelineParallel was made without loss_fn, which a loss needs")
         return inputs, inputs.weights(self._settings.loss_reduction, self.loss_weight)
 
-    @property
-    def _output_dim(self) -> int:
-        return self._parts.slicer.dim("output")
+    def _make_outputs(self) -> Outputs:
+        return Outputs(self._settings.num_microbatches, self._parts.slicer.dim("output"))

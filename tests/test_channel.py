@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from channels import activation, gradient, make_channel, receive_tensor, send_tensor, step
@@ -327,9 +328,11 @@ def count_memory(rank: int, world_size: int) -> None:
     for _ in range(3):
         exchange_ones(channel, shapes)
     before, arena_before = channel.counters(), arena_usage()["used_nbytes"]
+    dist.barrier()  # no message of the peer's next step is among what is counted
     for _ in range(20):
         exchange_ones(channel, shapes)
     after = channel.counters()
+    dist.barrier()
     for name in ("lent_nbytes", "pool_nbytes"):
         assert after[name] == before[name], name
     assert arena_usage()["used_nbytes"] == arena_before == unused_nbytes + before["lent_nbytes"]
@@ -393,7 +396,7 @@ def test_received_tensors_are_normal_ones_in_every_mode(transport: Transport) ->
 def look_before_waiting(rank: int, world_size: int) -> None:
     channel = make_channel()
     with step(channel):
-        assert not channel.has_arrived(1 - rank, activation(0))
+        assert not channel.has_arrived(1 - rank, activation(5))
         send_tensor(channel, 1 - rank, activation(rank), torch.ones(1))
         while not channel.has_arrived(1 - rank, activation(1 - rank)):
             pass
@@ -415,3 +418,24 @@ def step_alone(rank: int, world_size: int) -> None:
 
 def test_a_channel_of_one_rank(transport: Transport) -> None:
     transport.pool(1).run(step_alone)
+
+
+def flush_and_leave(rank: int, world_size: int) -> None:
+    """What rank 0 has sent reaches rank 1 although rank 0 is busy elsewhere from then on."""
+    channel = make_channel(ring_nbytes=256)
+    with step(channel):
+        if rank == 0:
+            for microbatch in range(20):
+                send_tensor(channel, 1, activation(microbatch), torch.full((40,), microbatch))
+            dist.barrier()
+            channel.flush("before it waits for others")
+        else:
+            dist.barrier()  # the ring is full by now
+            found = [receive_tensor(channel, 0, activation(m)) for m in range(20)]
+            assert [int(tensor[0]) for tensor in found] == list(range(20))
+        dist.barrier()  # rank 0 looks after its ring no more
+
+
+def test_a_flush_leaves_nothing_to_hand_over(transport: Transport) -> None:
+    """A rank may wait for ranks of another group then: nobody of its own needs its help."""
+    transport.pool(2).run(flush_and_leave)

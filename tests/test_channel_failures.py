@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from channels import activation, gradient, make_channel, receive_tensor, send_tensor, step
+from channels import (
+    activation,
+    gradient,
+    make_channel,
+    receive_tensor,
+    send_tensor,
+    step,
+)
 from conftest import Transport
 from pydist._C import Channel
 from pydist.errors import MismatchError, PeerError, TimeoutError
@@ -82,14 +89,19 @@ def test_a_step_that_fails_is_over_on_all_ranks(transport: Transport, world_size
     transport.pool(world_size).run(fail_in_turn)
 
 
+def break_step(channel: Channel, delay_s: float) -> None:
+    with step(channel):
+        time.sleep(delay_s)
+        raise Broken
+
+
 def fail_on_all(rank: int, world_size: int) -> None:
     """Each rank raises its own error; none of them falls into the next step."""
     channel = make_channel()
     for turn in range(20):
-        with pytest.raises((Broken, PeerError)), step(channel):
-            if turn % 2 == 0:
-                time.sleep(random.Random(turn * 5 + rank).uniform(0, 2e-3))
-            raise Broken
+        delay_s = random.Random(turn * 5 + rank).uniform(0, 2e-3) if turn % 2 == 0 else 0.0
+        with pytest.raises((Broken, PeerError)):
+            break_step(channel, delay_s)
         one_step(channel, float(turn))
 
 
@@ -171,6 +183,15 @@ def test_steps_of_different_kinds_are_a_mismatch(transport: Transport) -> None:
     transport.pool(2).run(take_another_step)
 
 
+def send_unwanted(channel: Channel) -> None:
+    with step(channel):
+        if channel.rank == 0:
+            send_tensor(channel, 1, activation(2, stage=3), torch.ones(1))
+    assert channel.rank == 0
+    with step(channel):
+        pass
+
+
 def miss_messages(rank: int, world_size: int) -> None:
     channel = make_channel()
     # Rank 1 wants what rank 0 never sends; it is told as soon as rank 0 has ended its step.
@@ -178,13 +199,11 @@ def miss_messages(rank: int, world_size: int) -> None:
     with raises_in_a_step(channel, MismatchError, *texts), step(channel):
         if rank == 1:
             receive_tensor(channel, 0, gradient(4), "to run 1B4")
-    # Rank 0 sends what rank 1 does not want: rank 1 learns it when all have ended the step.
+    # Rank 0 sends what rank 1 does not want, which learns it when all have ended the step.
     unwanted = r"rank 0 \(pid .* sent the input of stage 3, microbatch 2 to rank 1"
-    if rank == 0:
-        with step(channel):
-            send_tensor(channel, 1, activation(2, stage=3), torch.ones(1))
-    with pytest.raises(MismatchError, match=unwanted), step(channel):
-        pass
+    # Rank 0 may have ended the step by then: it is told in the next one.
+    with pytest.raises(MismatchError, match=unwanted):
+        send_unwanted(channel)
     one_step(channel, 3.0)
 
 
@@ -219,6 +238,15 @@ def test_a_rank_that_does_not_come_is_named(transport: Transport) -> None:
     transport.pool(2).run(come_late)
 
 
+def wait_in_step(channel: Channel, turn: int) -> None:
+    """Rank 0 waits for a message or, in turn 1, for the end of the step."""
+    with step(channel):
+        if turn != 1:
+            receive_tensor(channel, 1 - channel.rank, activation(0))
+        elif channel.rank == 1:
+            time.sleep(0.6)
+
+
 def interrupt_oneself(rank: int, world_size: int) -> None:
     channel = make_channel()
     for turn in range(3):
@@ -227,19 +255,12 @@ def interrupt_oneself(rank: int, world_size: int) -> None:
             assert main is not None
             timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
             timer.start()
-            with pytest.raises(KeyboardInterrupt), step(channel):
-                if turn == 1:
-                    send_tensor(channel, 1, activation(0), torch.ones(1))
-                else:
-                    receive_tensor(channel, 1, gradient(0))
+            with pytest.raises(KeyboardInterrupt):
+                wait_in_step(channel, turn)
             timer.join()
         else:
-            with pytest.raises(PeerError, match=r"rank 0 .*KeyboardInterrupt"), step(channel):
-                if turn == 1:  # rank 0 waits for the end of this step
-                    receive_tensor(channel, 0, activation(0))
-                    time.sleep(0.6)
-                else:
-                    receive_tensor(channel, 0, activation(1))
+            with pytest.raises(PeerError, match=r"rank 0 .*KeyboardInterrupt"):
+                wait_in_step(channel, turn)
         one_step(channel, float(turn))
 
 
@@ -253,14 +274,19 @@ def wait_for_death(rank: int, world_size: int, place: str) -> tuple[str, str]:
     one_step(channel, 0.0)
     texts = []
     for _ in range(2):
-        with pytest.raises(PeerError) as raised, step(channel):
-            if rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if place == "receive":
-                source = 1 if rank == 0 else 0
-                receive_tensor(channel, source, activation(0), "to run 1F0")
+        with pytest.raises(PeerError) as raised:
+            step_with_death(channel, place)
         texts.append(str(raised.value))
     return texts[0], texts[1]
+
+
+def step_with_death(channel: Channel, place: str) -> None:
+    with step(channel):
+        if channel.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if place == "receive":
+            source = 1 if channel.rank == 0 else 0
+            receive_tensor(channel, source, activation(0), "to run 1F0")
 
 
 @pytest.mark.parametrize("place", ["receive", "end_step"])

@@ -9,6 +9,7 @@ import copy
 import functools
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import pydist
+from conftest import Transport
 from pipeline_reference import draw_batch, make_mlp, sgd
 from pydist import PipelineParallel, schedule
-from ranks import Outcome, fresh_ranks, get_pool
+from ranks import Outcome, fresh_ranks
 from reference import OneProcess, assert_same_on_all_ranks, difference, expect_error
 
 NUM_MICROBATCHES = 4
@@ -42,10 +45,14 @@ def make_pipeline(model: nn.Module, **options: Any) -> PipelineParallel:
     order = options.pop("order", ORDERS[0])
     arguments = {"num_microbatches": NUM_MICROBATCHES, "loss_fn": MSE, "balance": "uniform"}
     own = copy.deepcopy(model)
+    mesh = mesh_of(order)
     with torch.no_grad():
         for parameter in own.parameters():
-            parameter.mul_(1 + mesh_of(order).get_local_rank("dp"))
-    return PipelineParallel(own, device_mesh=mesh_of(order), **{**arguments, **options})
+            parameter.mul_(1 + mesh.get_local_rank("dp"))
+    where: dict[str, Any] = {"device_mesh": mesh}
+    if options.pop("by_groups", False):
+        where = {"process_group": mesh.get_group("pp"), "data_parallel_group": mesh.get_group("dp")}
+    return PipelineParallel(own, **where, **{**arguments, **options})
 
 
 def batch_of(replica: int, step: int, rows: int = 8) -> Batch:
@@ -100,7 +107,7 @@ def assert_matches(
     factor: float = 1,
 ) -> None:
     """Gradients and parameters are those of `module`; replicas have the same bits."""
-    theirs = dict(module.named_parameters())
+    theirs = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in pipeline.named_parameters():
         problem = difference(parameter.grad, theirs[name].grad, factor)
         assert problem is None, f"gradient of {name}: {problem}"
@@ -110,9 +117,9 @@ def assert_matches(
         assert_same_on_all_ranks(values, group)
 
 
-def assert_reduced_once(pipeline: PipelineParallel, num_rounds: int) -> None:
+def assert_reduced_once(pipeline: PipelineParallel, num_rounds: int, kind: str) -> None:
     """Each unit once a step, and the first within the action that completes the gradients."""
-    records = pipeline._parts.executor.records()
+    records = pipeline.records()
     for stage, replica in pipeline.replicas.items():
         reducer = replica.reducer_of_stage
         counters = reducer.counters()
@@ -137,7 +144,7 @@ def train(
     expected = OneProcess(model, 2, sgd)
     pipeline = make_pipeline(model, order=order, schedule=kind, **options)
     optimizer = sgd(pipeline.parameters())
-    pipeline._parts.executor.record(True)
+    pipeline.record()
     for step in range(3):
         batches = [batch_of(0, step), batch_of(1, step)]
         optimizer.zero_grad()
@@ -148,7 +155,7 @@ def train(
         for each in (optimizer, *expected.optimizers):
             each.step()
         assert_matches(pipeline, expected.module, mesh.get_group("dp"))
-        assert_reduced_once(pipeline, step + 1)
+        assert_reduced_once(pipeline, step + 1, kind)
 
 
 def train_with_every_schedule(rank: int, world_size: int, order: tuple[str, str]) -> None:
@@ -158,24 +165,54 @@ def train_with_every_schedule(rank: int, world_size: int, order: tuple[str, str]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_every_schedule_on_two_by_two_ranks(order: tuple[str, str]) -> None:
+def test_every_schedule_on_two_by_two_ranks(transport: Transport, order: tuple[str, str]) -> None:
     """Losses, gradients and parameters over three steps are within 1e-6 of one process, whichever
     dimension of the mesh comes first; each unit is reduced once a step."""
-    get_pool(4).run(train_with_every_schedule, order)
+    transport.pool(4).run(train_with_every_schedule, order)
 
 
-def train_by_groups(rank: int, world_size: int) -> None:
-    """The same by groups that the user made, and with options of DataParallel."""
+def train_with_options(rank: int, world_size: int) -> None:
     for options in (
         {"bucket_cap_mb": 0.0001},
         {"gradient_as_bucket_view": True},
-        {"unused_parameters": "error"},
+        {"unused_parameters": "error", "audit_every": 1},
     ):
-        train(rank, world_size, ORDERS[0], "zb-v", 16, {"data_parallel_options": options})
+        made_by = {"by_groups": True, "data_parallel_options": options}
+        train(rank, world_size, ORDERS[0], "zb-v", 16, made_by)
+    gradients = []
+    for options in ({}, {"wire_dtype": torch.bfloat16}, {"hook": "bf16"}, {"hook": "own"}):
+        hook = options.pop("hook", None)
+        pipeline = make_pipeline(
+            make_mlp(16), schedule="interleaved-1f1b", data_parallel_options=options
+        )
+        group = mesh_of().get_group("dp")
+        for replica in pipeline.replicas.values():
+            if hook == "bf16":
+                replica.register_comm_hook(group, default_hooks.bf16_compress_hook)
+            elif hook == "own":
+                replica.register_comm_hook(group, sum_hook)
+        step_of(pipeline, batch_of(mesh_of().get_local_rank("dp"), 0))
+        assert_same_on_all_ranks((p.grad for p in pipeline.parameters()), group)
+        gradients.append([p.grad for p in pipeline.parameters()])
+    exact, narrow, hooked, summed = gradients
+    for values in zip(exact, narrow, hooked, summed, strict=True):
+        assert not torch.equal(values[0], values[1])
+        assert torch.equal(values[1], values[2])
+        assert difference(values[1], values[0], 1e4) is None
+        assert difference(values[3], values[0]) is None
 
 
-def test_options_of_data_parallel() -> None:
-    get_pool(4).run(train_by_groups)
+def sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook that the engine does not know."""
+    work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def test_options_of_data_parallel(transport: Transport) -> None:
+    """By groups that the user made: bucket sizes and views, and what a step that leaves a parameter
+    unused means; and gradients that travel in a half type, or by a communication hook."""
+    transport.pool(4).run(train_with_options)
 
 
 def train_unevenly(rank: int, world_size: int) -> None:
@@ -199,10 +236,10 @@ def train_unevenly(rank: int, world_size: int) -> None:
         assert {r.reducer_of_stage.num_rounds for r in pipeline.replicas.values()} == {3}
 
 
-def test_batches_of_other_sizes_and_no_sync() -> None:
+def test_batches_of_other_sizes_and_no_sync(transport: Transport) -> None:
     """The mean over replicas of each one's own mean, as with DataParallel; gradients add up over
     steps, and those of a step under no_sync are averaged with the next."""
-    get_pool(4).run(train_unevenly)
+    transport.pool(4).run(train_unevenly)
 
 
 IGNORED = -100
@@ -233,13 +270,13 @@ def weigh_tokens(rank: int, world_size: int) -> None:
     expected.backward()
     assert_matches(pipeline, model, mesh.get_group("dp"), factor=10)
     dist.all_reduce(loss, group=mesh.get_group("dp"))
-    assert abs(float(loss / 2) - float(expected)) < 1e-6
+    assert abs(float(loss / 2) - float(expected.detach())) < 1e-6
 
 
-def test_loss_weights_count_over_replicas() -> None:
+def test_loss_weights_count_over_replicas(transport: Transport) -> None:
     """Token counts: the gradient is that of the mean over all tokens of all replicas, and so is the
     mean of the replicas' losses."""
-    get_pool(4).run(weigh_tokens)
+    transport.pool(4).run(weigh_tokens)
 
 
 def drop_out(rank: int, world_size: int) -> list[float]:
@@ -253,9 +290,9 @@ def drop_out(rank: int, world_size: int) -> list[float]:
     return losses
 
 
-def test_replicas_draw_other_dropout_masks() -> None:
+def test_replicas_draw_other_dropout_masks(transport: Transport) -> None:
     """Masks depend on the replica, not on the schedule."""
-    losses = get_pool(4).run(drop_out)
+    losses = transport.pool(4).run(drop_out)
     assert losses[0] == losses[1]
     assert losses[2] == losses[3]
     assert losses[0][0] == losses[0][1]
@@ -286,9 +323,9 @@ def follow_buffers(rank: int, world_size: int) -> None:
     assert_same_on_all_ranks(pipeline.buffers(), group)
 
 
-def test_buffers_follow_the_first_replica() -> None:
+def test_buffers_follow_the_first_replica(transport: Transport) -> None:
     """Running statistics are the first replica's at the start of each step."""
-    get_pool(4).run(follow_buffers)
+    transport.pool(4).run(follow_buffers)
 
 
 class Fragile(nn.Module):
@@ -359,10 +396,10 @@ def fail_everywhere(rank: int, world_size: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
-def test_an_exception_reaches_all_ranks_of_all_pipelines(kind: str) -> None:
+def test_an_exception_reaches_all_ranks_of_all_pipelines(transport: Transport, kind: str) -> None:
     """Whoever raises, wherever: every rank of both pipelines raises its cause, and the next step
     gives the right gradients."""
-    get_pool(4).run(fail_everywhere, kind)
+    transport.pool(4).run(fail_everywhere, kind)
 
 
 def refuse(rank: int, world_size: int) -> None:
@@ -383,9 +420,36 @@ def refuse(rank: int, world_size: int) -> None:
         step_of(pipeline, batches[replica])
 
 
-def test_wrong_arguments_reach_all_ranks_of_all_pipelines() -> None:
+def test_wrong_arguments_reach_all_ranks_of_all_pipelines(transport: Transport) -> None:
     """A rank whose batch and target do not fit takes part in no action, and tells all others."""
-    get_pool(4).run(refuse)
+    transport.pool(4).run(refuse)
+
+
+def interrupt(rank: int, world_size: int) -> None:
+    """Rank 2 is late, so that rank 0, its replica, waits for it: there it gets a Ctrl-C."""
+    replica = mesh_of().get_local_rank("dp")
+    pids: list[Any] = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    accident = functools.partial(be_late_and_interrupt, pids[0])
+    pipeline = make_pipeline(fragile_mlp(accident if rank == 2 else raise_error))
+    step_of(pipeline, batch_of(replica, 0))
+    if rank == 2:
+        next(m for m in pipeline.modules() if isinstance(m, Fragile)).countdown = 0
+    kinds = KeyboardInterrupt if rank == 0 else pydist.PeerError
+    error = expect_error(kinds, lambda: step_of(pipeline, batch_of(replica, 1)))
+    assert rank == 0 or "interrupt" in str(error).lower()
+    step_of(pipeline, batch_of(replica, 2))
+
+
+def be_late_and_interrupt(pid: int) -> None:
+    time.sleep(0.5)
+    os.kill(pid, signal.SIGINT)
+    time.sleep(0.2)
+
+
+def test_an_interrupt_while_a_rank_waits_for_its_replica(transport: Transport) -> None:
+    """KeyboardInterrupt there, PeerError everywhere else, and the next step works."""
+    transport.pool(4).run(interrupt)
 
 
 def lose_rank(rank: int, world_size: int, victim: int, in_backward: bool) -> str:
@@ -403,10 +467,10 @@ def lose_rank(rank: int, world_size: int, victim: int, in_backward: bool) -> str
 
 
 @pytest.mark.parametrize(("victim", "in_backward"), [(0, True), (3, False)])
-def test_a_rank_is_killed(victim: int, in_backward: bool) -> None:
+def test_a_rank_is_killed(transport: Transport, victim: int, in_backward: bool) -> None:
     """SIGKILL in a backward of the first stage, and in a forward of the last: the other three ranks
     raise, at once the next time too."""
-    outcomes: list[Outcome] = fresh_ranks(4, lose_rank, victim, in_backward)
+    outcomes: list[Outcome] = fresh_ranks(4, lose_rank, victim, in_backward, env=transport.env)
     assert outcomes[victim].exit_code == -signal.SIGKILL
     for outcome in outcomes:
         if outcome.rank != victim:
@@ -444,9 +508,9 @@ def build_wrongly(rank: int, world_size: int) -> None:
     )
 
 
-def test_errors_at_the_start() -> None:
+def test_errors_at_the_start(transport: Transport) -> None:
     """What contradicts itself, or differs between replicas, raises on every rank."""
-    get_pool(4).run(build_wrongly)
+    transport.pool(4).run(build_wrongly)
 
 
 VOCABULARY = 11
@@ -510,8 +574,8 @@ def draw_tokens(step: int, replica: int) -> Batch:
     return x, target
 
 
-def test_c99_tied_weights_and_clipping() -> None:
+def test_c99_tied_weights_and_clipping(transport: Transport) -> None:
     """An embedding tied to the output layer, in two pipelines: its copies are equal in every bit
     on all four ranks; gradients are those of one process, also after a step under no_sync, and the
     norm counts each stage once."""
-    get_pool(4).run(train_tied)
+    transport.pool(4).run(train_tied)

@@ -401,9 +401,11 @@ def drift_apart(rank: int, world_size: int) -> None:
     module = mlp(8, 2)
     replicas = replicas_of(module)
     run_backwards(replicas, rank, 8).finish_round()
+    dist.barrier()
     if rank == 1:
         replicas.fail("rank 1 raised after its last action")
     else:
+        replicas.end_step()
         with torch.no_grad():
             module[0].weight.add_(module[0].weight.grad)  # an optimizer's step
     for _ in range(2):
@@ -416,6 +418,32 @@ def drift_apart(rank: int, world_size: int) -> None:
     module.zero_grad()
     run_backwards(replicas, rank, 8).finish_round()
     assert_same_on_all_ranks(gradients(module))
+
+
+def hear_late(rank: int, world_size: int) -> None:
+    module = mlp(8, 2)
+    replicas = replicas_of(module)
+    run_backwards(replicas, rank, 8).finish_round()
+    dist.barrier()
+    if rank == 1:
+        replicas.fail("rank 1 raised after its last action")
+        error = expect_error(
+            pydist.PeerError, lambda: run_backwards(replicas, rank, 8).finish_round()
+        )
+        assert "rank 0 raised PeerError" in str(error)
+    else:
+        replicas.end_step()
+        told = expect_error(pydist.PeerError, replicas.begin_step)
+        assert "failed on another replica" in str(told)
+        replicas.refuse(f"PeerError: {told}", met=True)
+    module.zero_grad()
+    run_backwards(replicas, rank, 8).finish_round()
+    assert_same_on_all_ranks(gradients(module))
+
+
+def test_a_failure_after_the_step_has_ended_elsewhere(transport: Transport) -> None:
+    """A replica whose step was a success is told at its next one, which fails on both."""
+    transport.pool(2).run(hear_late)
 
 
 def test_replicas_that_a_failure_has_left_apart(transport: Transport) -> None:

@@ -99,6 +99,7 @@ class Stages:
         return None
 
     def step(self, number: int, fails: str = "") -> None:
+        self.tied.link()
         self.tied.before_step()
         try:
             if self.channel is None:

@@ -34,9 +34,9 @@ void Reducer::end_backward() {
   only_local_ = false;
   if (!open_) return;
   failing_together([&] {
-    stats_.close(monotonic_ns());
     // What an earlier backward used is averaged in any case, so it need not wait for the agreement.
     publish_missing(round_->publishes_all() ? nullptr : &record_.used);
+    stats_.close(monotonic_ns());
     round_->progress();
   });
 }
@@ -48,7 +48,11 @@ void Reducer::progress() {
 
 void Reducer::finish_round() {
   if (!open_) return;
-  failing_together([&] { settle_round(); });
+  failing_together([&] {
+    settle_round();
+    // A peer that raised while it waited for us has given us all that we needed from it.
+    round_->check_now();
+  });
 }
 
 bool Reducer::has_failed() const {

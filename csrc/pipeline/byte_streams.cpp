@@ -161,12 +161,18 @@ void ByteStreams::lose(int peer, const std::string& why) {
   waiting_[peer].reset();
   if (stopping_) return;
   if (lost_[peer].empty()) lost_[peer] = why.empty() ? "unknown" : why;
+  if (first_lost_ == -1) first_lost_ = peer;
   add_event(lock);
 }
 
 std::string ByteStreams::lost(int peer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return lost_[peer];
+}
+
+int ByteStreams::first_lost() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return first_lost_;
 }
 
 uint64_t ByteStreams::num_events() {

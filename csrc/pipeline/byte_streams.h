@@ -40,6 +40,8 @@ class ByteStreams {
   std::vector<Arrived> take();
   // Why nothing comes from, or goes to, this rank any more; empty while it may.
   std::string lost(int peer);
+  // The rank that was lost before all others (which may have left for that), or -1.
+  int first_lost();
 
   // Changes with everything that take(), sending_to() and lost() tell of.
   uint64_t num_events();
@@ -70,7 +72,8 @@ class ByteStreams {
   std::vector<Arrived> arrived_;
   std::deque<Sent> sent_;
   std::vector<std::string> lost_;  // by peer
-  std::vector<Work> waiting_;      // by source: what its thread waits for; last: the sends' thread
+  int first_lost_ = -1;
+  std::vector<Work> waiting_;  // by source: what its thread waits for; last: the sends' thread
   std::vector<std::thread> threads_;
 };
 

@@ -66,11 +66,11 @@ void Executor::add_stage(LocalStage local) {
   stages_.push_back(std::move(stage));
 }
 
-std::optional<Message> Executor::run(const StepOptions& options) {
+std::optional<Message> Executor::run(StepOptions options) {
   // Casts of weights that an enclosing autocast made before the last optimizer step are stale.
   at::autocast::clear_cache();
-  const at::AutoGradMode gradients(options.kind == StepKind::kTrain);
-  step_ = options;
+  step_ = std::move(options);
+  const at::AutoGradMode gradients(step_.kind == StepKind::kTrain);
   recorder_.begin_step();
   current_.reset();
   has_ended_ = false;
@@ -83,6 +83,7 @@ std::optional<Message> Executor::run(const StepOptions& options) {
     drop_step();
     throw;
   }
+  step_ = {};
   return std::exchange(result_, std::nullopt);
 }
 
@@ -135,6 +136,8 @@ void Executor::dispatch(Stage& stage, StageFlight& flight, const Action& action)
 
 void Executor::forward(Stage& stage, StageFlight& flight, int microbatch) {
   Message input;
+  received_.clear();
+  stage.context.skips.clear();
   const Rows rows =
       stage.in.empty() ? own_rows(microbatch) : take_inputs(stage, flight, microbatch, input);
   check_rows(rows, microbatch);
@@ -176,8 +179,6 @@ void Executor::check_rows(const Rows& rows, int microbatch) const {
 // Fills `input` with the neighbour's value, and the context with skips.
 Executor::Rows Executor::take_inputs(Stage& stage, StageFlight& flight, int microbatch,
                                      Message& input) {
-  received_.clear();
-  stage.context.skips.clear();
   Rows rows;
   for (size_t k = 0; k < stage.in.size(); ++k) {
     const Link& link = stage.in[k];
@@ -222,6 +223,7 @@ void Executor::give_outputs(Stage& stage, StageFlight& flight, int microbatch, c
     }
     deliver(link, std::move(message));
   }
+  output_.roots.clear();  // the graph is the flight's now
   if (step_.kind != StepKind::kTrain) flight.clear();
 }
 

@@ -68,7 +68,7 @@ class Executor {
 
   // The last stage's result; none where the step only runs forwards. After an exception nothing of
   // the step is left here, where() says where it was, and fail() must tell the others.
-  std::optional<Message> run(const StepOptions& options);
+  std::optional<Message> run(StepOptions options);
   // "rank 1 (pid 1234), in 2F3 (forward of stage 2 for microbatch 3)": now, or where it failed.
   std::string where() const;
   void fail(const std::string& reason) noexcept;

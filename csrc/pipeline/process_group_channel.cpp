@@ -84,7 +84,7 @@ std::string ProcessGroupChannel::describe(int rank) const {
 void ProcessGroupChannel::check() {
   PYDIST_CHECK(!in_forked_child(), UsageError, options_.name,
                " belongs to the process that forked this one");
-  PYDIST_CHECK(dead_.empty(), PeerError, dead_);
+  if (streams_->first_lost() != kNobody) raise_lost("the begin of a step");
 }
 
 // -- messages ------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ void ProcessGroupChannel::wait(const std::function<int()>& missing, const Descri
         if (missing() == kNobody) return;
         ::usleep(10000);
       }
-      raise_lost(peer, describe);
+      raise_lost(describe());
     }
     streams_->wait_for_event(seen, kLook_s);
     const double now_s = monotonic_s();
@@ -148,12 +148,13 @@ void ProcessGroupChannel::wait(const std::function<int()>& missing, const Descri
   }
 }
 
-void ProcessGroupChannel::raise_lost(int peer, const Describe& describe) {
-  dead_ = concat(
-      this->describe(peer), " died or left while ", this->describe(rank()), " waited in ",
-      describe(), " (what did it print last?; the connection says: ", streams_->lost(peer), "); ",
-      options_.name, " cannot be used any more: make it again on every rank, or restart the job");
-  throw PeerError(dead_);
+void ProcessGroupChannel::raise_lost(const std::string& operation) {
+  const int peer = streams_->first_lost();
+  throw PeerError(concat(describe(peer), " died or left while ", describe(rank()), " waited in ",
+                         operation, " (what did it print last?; the connection says: ",
+                         streams_->lost(peer), "); ", options_.name,
+                         " cannot be used any more: make it again on every rank, or restart the "
+                         "job"));
 }
 
 // -- failures ------------------------------------------------------------------------------------

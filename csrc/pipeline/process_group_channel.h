@@ -44,7 +44,7 @@ class ProcessGroupChannel final : public StepChannel {
   void trim_memory() override {}
 
  private:
-  [[noreturn]] void raise_lost(int peer, const Describe& describe);
+  [[noreturn]] void raise_lost(const std::string& operation);
 
   const ChannelOptions options_;
   const std::unique_ptr<Store> store_;
@@ -52,7 +52,6 @@ class ProcessGroupChannel final : public StepChannel {
   std::unique_ptr<ByteStreams> streams_;
   uint64_t newest_generation_ = 0;  // that a peer has been heard to be in
   double next_look_s_ = 0;          // at the store
-  std::string dead_;                // why no step will work any more
   std::vector<uint8_t> scratch_;    // the envelope that is being posted
 };
 

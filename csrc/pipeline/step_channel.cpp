@@ -31,6 +31,11 @@ std::string describe_key(const MessageKey& key) {
   return text;
 }
 
+std::string with_purpose(const std::string& text, const Describe& describe) {
+  const std::string purpose = describe();
+  return purpose.empty() ? text : concat(text, ", ", purpose);
+}
+
 bool same(const MessageKey& a, const MessageKey& b) {
   return a.kind == b.kind && a.stage == b.stage && a.microbatch == b.microbatch && a.port == b.port;
 }
@@ -46,7 +51,13 @@ std::string StepChannel::describe_step(const Stamp& stamp) const {
 // -- steps ---------------------------------------------------------------------------------------
 
 void StepChannel::begin_step(StepKind kind) {
-  check();
+  try {
+    check();
+  } catch (const PeerError& error) {
+    state_ = State::kBetween;  // it is this step that fails
+    fail(error.what());
+    throw;
+  }
   if (state_ == State::kInStep) {
     fail(concat(describe(rank()), " left ", describe_step(stamp_), " without ending it"));
   }
@@ -87,7 +98,7 @@ void StepChannel::end_step(const Describe& describe) {
         look_for_failure(stamp_.step, missing == kNobody);
         return missing;
       },
-      [&] { return concat("ending ", describe_step(stamp_), " ", describe()); });
+      [&] { return with_purpose(concat("ending ", describe_step(stamp_)), describe); });
   check_nothing_left();
   state_ = State::kBetween;
 }
@@ -222,7 +233,8 @@ Message StepChannel::receive(int source, const MessageKey& key, const Describe& 
   check_peer(source, "receive");
   check_step("receive");
   const auto operation = [&] {
-    return concat("receiving ", describe_key(key), " in ", describe_step(stamp_), " ", describe());
+    return with_purpose(concat("receiving ", describe_key(key), " in ", describe_step(stamp_)),
+                        describe);
   };
   std::optional<Message> message;
   await(
@@ -230,9 +242,10 @@ Message StepChannel::receive(int source, const MessageKey& key, const Describe& 
         hand_over();
         take_in();
         if ((message = take(source, key))) return kNobody;
-        look_for_failure(stamp_.step);
+        const bool in_vain = has_ended(source);
+        look_for_failure(stamp_.step, in_vain);  // it may have been interrupted while ending it
         look_for_mismatch();
-        if (has_ended(source)) {
+        if (in_vain) {
           raise_mismatch(concat(this->describe(source), " ended ", describe_step(stamp_),
                                 " without sending what ", this->describe(rank()),
                                 " waits for: it was ", operation(),
