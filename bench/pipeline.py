@@ -31,7 +31,7 @@ CONTENDERS: dict[str, Callable[[Rank, str, Workload], Trainee]] = {
     "pydist": PydistTrainee,
     "floor": ReplayTrainee,
 }
-NUM_TURNS = {True: 3, False: 20}
+NUM_TURNS = {True: 3, False: 30}
 FULL = (
     Workload("width 1024", width=1024, rows=32, num_microbatches=8, steps=1),
     Workload("width 32", width=32, rows=16, num_microbatches=8, steps=10),
