@@ -251,6 +251,28 @@ def test_auto_measures_and_then_changes_the_schedule() -> None:
     assert first == second
 
 
+def recorded_while_automatic(rank: int, world_size: int) -> None:
+    pipeline = PipelineParallel(make_mlp(8), 4, mse, "auto")
+    x, target = draw_batch(0)
+    for on in (True, False, True):
+        for _ in range(6 if on else 2):
+            pipeline.record(on)
+            expected = pipeline.schedule.actions[rank] if on else []
+            pipeline.step(x, target=target)
+            assert [record.action for record in pipeline.records()] == expected
+    assert pipeline.schedule.name == "auto"
+    silent = PipelineParallel(make_mlp(8), 4, mse, "auto")
+    for _ in range(4):
+        silent.step(x, target=target)
+        assert silent.records() == []  # what "auto" measures is its own affair
+
+
+def test_auto_leaves_the_users_records_alone() -> None:
+    """Once it had measured, "auto" switched the recorder off that the user had switched on, and
+    with each new schedule what had been recorded was gone."""
+    get_pool(2).run(recorded_while_automatic)
+
+
 # -- failures --------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pydist
-from pydist._running_statistics import Moments, StageStatistics, merge
+from pydist._running_statistics import Moments, RunningStatistics, StageStatistics, merge
 
 
 class Block(nn.Module):
@@ -171,23 +171,90 @@ def test_synchronised_layers_cannot_be_deferred() -> None:
 
 
 def test_copies_of_a_stage_have_statistics_of_their_own() -> None:
-    """torch.save of a module, and deepcopy for an average of weights, go on working."""
+    """torch.save of a module, and deepcopy for an average of weights, go on working. A copy that
+    was made within a step is in none: it counts as layers do without a pipeline."""
     module = block(nn.BatchNorm2d(4), False)
-    StageStatistics(module)
+    statistics = StageStatistics(module, deferred=True)
+    statistics.begin_step()
+    module(microbatches(3)[0])
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         before = copy.deepcopy(module.state_dict())
+        plain = block(nn.BatchNorm2d(4), False)
         train(other, microbatches(4))
-        assert other.norm.num_batches_tracked == 1
+        train(plain, microbatches(4))
+        torch.testing.assert_close(other.state_dict(), plain.state_dict(), rtol=0, atol=0)
+        assert not find_statistics(other)._moments
         torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+
+
+def find_statistics(module: nn.Module) -> RunningStatistics:
+    [hook] = module.norm._forward_hooks.values()
+    found = hook.__self__
+    assert isinstance(found, RunningStatistics)
+    return found
+
+
+def test_layers_outside_of_steps_do_as_they_always_did() -> None:
+    """With deferred statistics, plain model(x) in train mode, after the pipeline or beside it,
+    updated nothing, and kept the moments of every call."""
+    module, plain = block(nn.BatchNorm2d(4)), block(nn.BatchNorm2d(4))
+    statistics = StageStatistics(module, deferred=True)
+    statistics.begin_step()
+    module(microbatches(4)[0])
+    statistics.end_step()
+    plain(microbatches(4)[0])
+    for _ in range(3):
+        for each in (module, plain):
+            each(microbatches(2)[0])
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-7)
+    assert not find_statistics(module)._moments
+
+
+class Interrupted(nn.BatchNorm2d):
+    """Gets a Ctrl-C in its forward, when told."""
+
+    interrupt = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.interrupt:
+            self.interrupt = False
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("ends", ["drop_step", "begin_step"])
+def test_an_interrupt_in_a_forward_leaves_the_layer_as_it_was(in_backward: bool, ends: str) -> None:
+    """Torch calls no hook after a KeyboardInterrupt: a momentum of 1.0, or of 0.0 after one in a
+    recomputation, and the scratch buffers stayed in the layer for good."""
+    module, plain = block(Interrupted(4), False), block(nn.BatchNorm2d(4), False)
+    before = dict(module.norm.named_buffers())
+    statistics = StageStatistics(module, deferred=True)
+    statistics.begin_step()
+    if in_backward:
+        output = module(microbatches(3)[0])
+    module.norm.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        output.sum().backward() if in_backward else module(microbatches(3)[0])
+    getattr(statistics, ends)()
+    assert module.norm.momentum == 0.1
+    assert all(buffer is before[name] for name, buffer in module.norm.named_buffers())
+    statistics.begin_step()
+    module(microbatches(4)[0])
+    statistics.end_step()
+    plain(microbatches(4)[0])
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-7)
 
 
 def test_a_second_pipeline_takes_over() -> None:
     """The same module in a new PipelineParallel, with another schedule and other options."""
     module, reference = block(nn.BatchNorm2d(4), False), block(nn.BatchNorm2d(4))
     for deferred in (True, False, True, False):
-        StageStatistics(module, deferred)
+        statistics = StageStatistics(module, deferred)
+    statistics.begin_step()
     for each in (module, reference):
         train(each, microbatches(4, 2))
+    statistics.end_step()
     assert_equal_state(module, reference)
     assert module.norm.momentum == 0.1
     assert len(module.norm._forward_hooks) == len(module.norm._forward_hooks_always_called) == 1
@@ -197,8 +264,10 @@ def test_a_layer_used_twice_counts_twice() -> None:
     norm = nn.BatchNorm2d(3)
     module = nn.Sequential(norm, nn.Tanh(), norm)
     reference = copy.deepcopy(module)
-    StageStatistics(module)
+    statistics = StageStatistics(module)
+    statistics.begin_step()
     for each in (module, reference):
         train(each, microbatches(4, 2))
+    statistics.end_step()
     assert_equal_state(module, reference)
     assert norm.num_batches_tracked == 4
