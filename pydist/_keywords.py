@@ -78,17 +78,18 @@ class KeywordRoutes:
         """Raises UsageError if an option (replicate=..., chunk_dim=...) names an argument that
         nobody takes: it would have no effect. `positional_names` as of the first stage.
         """
-        known = {"target", "output", *positional_names}
+        known = {"target", *positional_names}
         for names in self._names_by_stage.values():
             if names is None:
                 return
             known |= names
         for option, given in options.items():
-            unknown = [name for name in given if name not in known]
+            may_name = known | {"output"} if option == "chunk_dim" else known
+            unknown = [name for name in given if name not in may_name]
             if unknown:
                 raise UsageError(
                     f"{option} names {', '.join(unknown)}, which no stage's forward takes; it may "
-                    f"name {', '.join(sorted(known))}"
+                    f"name {', '.join(sorted(may_name))}"
                 )
 
     def of_stage(self, stage: int, given: dict[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class PipelineParallel(PipelineState):
         stages_per_rank: 2 for interleaved and V kinds, else 1, unless given.
         balance: layers of each stage, or "uniform", or "parameters" (the default).
         chunk_dim: the dimension that batches are cut along: one for all, or by argument name
-            ("target" for the target; 0 for those not named).
+            ("target" and "output" for those; 0 for what is not named).
         replicate: names of arguments that every microbatch gets whole.
         loss_reduction: what loss_fn does over the rows of a batch: "mean" or "sum".
         loss_weight: loss_weight(target) -> number, what a microbatch weighs in the mean: the number

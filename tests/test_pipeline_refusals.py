@@ -178,12 +178,14 @@ class Two(nn.Module):
 
 def misspell(rank: int, world_size: int) -> None:
     model = nn.Sequential(Two(), nn.Linear(6, 6))
-    for wrong in ({"replicate": ("bais",)}, {"chunk_dim": {"y": 1}}):
-        error = expect_error(
-            UsageError, lambda wrong=wrong: PipelineParallel(model, 2, mse, **wrong)
-        )
-        assert "names bais," in str(error) or "names y," in str(error)
-        assert "bias, output, target, x" in str(error)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"replicate": ("bais",)}, "replicate names bais, which"),
+        ({"replicate": ("output",)}, "it may name bias, target, x"),
+        ({"chunk_dim": {"y": 1}}, "it may name bias, output, target, x"),
+    ]
+    for options, words in wrong:
+        make = functools.partial(PipelineParallel, model, 2, mse, **options)
+        assert words in str(expect_error(UsageError, make))
     right = {"replicate": ("bias",), "chunk_dim": {"x": 0, "target": 0, "output": 0}}
     pipeline = PipelineParallel(model, 2, mse, **right)
     x, target = draw_batch(0)
