@@ -54,6 +54,7 @@ class PythonStageContext {
 
   void enter() {
     if (scope_ != nullptr) throw UsageError("this context of a stage is entered already");
+    const py::gil_scoped_release no_gil;  // it may wait for another thread's forward
     scope_ = std::make_unique<StageScope>(context_);
   }
   void exit() { scope_.reset(); }

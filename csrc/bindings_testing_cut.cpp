@@ -32,21 +32,27 @@ void bind_testing_cut(py::module_& testing) {
   py::class_<ReceivedEdge>(testing, "ReceivedEdge", "Where a received tensor's gradient arrives.")
       .def("take_gradient", &ReceivedEdge::take_gradient, "None if nothing arrived.");
   testing.def("receive", &receive, py::arg("data"), "(what a stage gets, its ReceivedEdge).");
-  const auto run = [](void (StageBackward::*action)(const std::vector<at::Tensor>&)) {
-    return [action](StageBackward& self, const OptionalTensors& root_gradients) {
-      const std::vector<at::Tensor> gradients = to_tensors(root_gradients);
-      const py::gil_scoped_release no_gil;
-      (self.*action)(gradients);
-    };
-  };
   py::class_<StageBackward>(testing, "StageBackward", "B, or I and W, of one stage; see C++.")
-      .def(py::init([](const OptionalTensors& outputs, const std::vector<ReceivedEdge>& inputs,
-                       bool split_checkpointed) {
-             return StageBackward(to_tensors(outputs), inputs, split_checkpointed);
+      .def(py::init([](const OptionalTensors& outputs, const std::vector<ReceivedEdge>& inputs) {
+             return StageBackward(to_tensors(outputs), inputs);
            }),
-           py::arg("outputs"), py::arg("inputs"), py::arg("split_checkpointed") = false)
-      .def("backward", run(&StageBackward::backward), py::arg("root_gradients"), "B.")
-      .def("input", run(&StageBackward::input), py::arg("root_gradients"), "I.")
+           py::arg("outputs"), py::arg("inputs"))
+      .def(
+          "backward",
+          [](StageBackward& self, const OptionalTensors& root_gradients) {
+            const std::vector<at::Tensor> gradients = to_tensors(root_gradients);
+            const py::gil_scoped_release no_gil;
+            self.backward(gradients);
+          },
+          py::arg("root_gradients"), "B.")
+      .def(
+          "input",
+          [](StageBackward& self, const OptionalTensors& root_gradients, bool split_checkpointed) {
+            const std::vector<at::Tensor> gradients = to_tensors(root_gradients);
+            const py::gil_scoped_release no_gil;
+            self.input(gradients, split_checkpointed);
+          },
+          py::arg("root_gradients"), py::arg("split_checkpointed") = false, "I.")
       .def("weight", &StageBackward::weight, py::call_guard<py::gil_scoped_release>(), "W.")
       .def("input_gradients", &StageBackward::input_gradients, "By input; None if none came.")
       .def_property_readonly("why_not_split", &StageBackward::why_not_split, "Or nothing.");

@@ -135,6 +135,21 @@ def scale_of(loss_scale: "float | ScalesLoss") -> float:
     )
 
 
+def _number(name: str, value: Any) -> Any:
+    """A metric of a microbatch as something that can be weighed, summed and sent."""
+    if isinstance(value, Tensor):
+        return value
+    item = getattr(value, "item", None)  # of a scalar of NumPy, or an array of one
+    if callable(item) and getattr(value, "size", None) == 1:
+        return item()
+    if isinstance(value, (int, float, complex)):
+        return value
+    raise UsageError(
+        f"metric {name!r} is of type {type(value).__name__}; metrics(output, target) gives a dict "
+        "of numbers or tensors: return a mean over the microbatch's rows"
+    )
+
+
 class Total:
     """Sums losses and metrics of microbatches; the executor calls it once all are there."""
 
@@ -161,7 +176,9 @@ class Total:
                 return loss.reshape(()), None, self._step
             names = dict.fromkeys(name for _, index in counted for name in metrics[index])
             sums = {
-                name: self._sum([(w, metrics[i][name]) for w, i in counted if name in metrics[i]])
+                name: self._sum(
+                    [(w, _number(name, metrics[i][name])) for w, i in counted if name in metrics[i]]
+                )
                 for name in names
             }
             return loss.reshape(()), sums, self._step

@@ -255,7 +255,7 @@ class Schedule:
 
     @property
     def unordered_stages(self) -> list[int]:
-        """Stages whose B or W do not run in ascending order of microbatches.
+        """Stages whose B, I or W do not run in ascending order of microbatches.
 
         Gradients of all others have the bits of one process that goes through the microbatches in
         order; of these they are equal up to rounding. Raises ScheduleError as `validate` does.

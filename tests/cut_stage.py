@@ -78,12 +78,12 @@ def run(
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
             outcome.inputs.append([x.grad for x in leaves if x.requires_grad])
             continue
-        stage = testing.StageBackward(outputs, edges, split_checkpointed)
+        stage = testing.StageBackward(outputs, edges)
         del outputs, received
         if way == "B":
             stage.backward(gradients)
         else:
-            stage.input(gradients)
+            stage.input(gradients, split_checkpointed)
             outcome.why_not.add(stage.why_not_split)
         outcome.inputs.append(stage.input_gradients())
         if way == "IW":

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -534,6 +535,36 @@ def auxiliary_losses(rank: int, world_size: int) -> None:
 def test_an_auxiliary_loss_in_one_stage() -> None:
     """C114 (Megatron-LM#1444): a metric that one stage has does not make the others hang."""
     get_pool(2).run(auxiliary_losses)
+
+
+def metrics_of_numpy(rank: int, world_size: int) -> str:
+    pipeline = PipelineParallel(make_mlp(2), 4, mse, "gpipe")
+    x, target = draw_batch(0)
+
+    def metrics(output: Tensor, target: Tensor) -> dict[str, Any]:
+        values = output.detach().numpy()
+        first = np.float64(values[0, 0])
+        return {"mean": values.mean(), "first": first, "one": np.ones(1), "rows": np.int64(2)}
+
+    result = pipeline.step(x, target=target, metrics=metrics)
+    assert all(type(value) is float for value in result.metrics.values())
+    output = pipeline(x)
+    if output is not None:
+        assert result.metrics["mean"] == pytest.approx(output.mean().item())
+        assert result.metrics["first"] == pytest.approx(output[::2, 0].mean().item())
+    assert (result.metrics["one"], result.metrics["rows"]) == (1.0, 2.0)
+    try:
+        pipeline.step(x, target=target, metrics=lambda output, target: {"shape": "2 by 6"})
+    except (UsageError, PeerError) as error:
+        return str(error)
+    return ""
+
+
+def test_metrics_may_be_numbers_of_numpy() -> None:
+    """As mean() and scikit-learn give them. Half of them were refused, as what 'cannot go to the
+    next stage'; what is no number is named."""
+    for text in get_pool(2).run(metrics_of_numpy):
+        assert "metric 'shape' is of type str; metrics(output, target) gives a dict of n" in text
 
 
 # -- autocast --------------------------------------------------------------------------------------

@@ -513,9 +513,11 @@ def test_a_hand_written_order_is_reported() -> None:
     """Descending backwards are allowed, but sum gradients in another order than one process."""
     text = [["0F0", "0F1", "0B1", "0B0"], ["1F0", "1F1", "1B1", "1W0"]]
     assert Schedule([text[0], ["1F0", "1F1", "1B1", "1B0"]]).unordered_stages == [0, 1]
-    # I in another order is nothing: W accumulates.
+    # What a cut leaves to I, or a stage that cannot be cut, accumulates there.
     split = ["1F0", "1F1", "1I1", "1I0", "1W0", "1W1"]
-    assert Schedule([text[0], split]).unordered_stages == [0]
+    assert Schedule([text[0], split]).unordered_stages == [0, 1]
+    in_order = ["1F0", "1F1", "1I0", "1I1", "1W0", "1W1"]
+    assert Schedule([text[0], in_order]).unordered_stages == [0]
 
 
 def test_lowering() -> None:

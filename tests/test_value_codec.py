@@ -7,6 +7,7 @@ import dataclasses
 import enum
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -83,6 +84,14 @@ def test_plain_values_come_back_with_their_type(value: Any) -> None:
 def test_nan_comes_back() -> None:
     back = there_and_back(float("nan"))
     assert back != back
+
+
+def test_numbers_of_numpy_that_are_python_numbers_come_back_as_these() -> None:
+    """numpy.float64 is a float, and what a sum or a mean in a forward often gives."""
+    for value, plain in ((np.float64(1.5), 1.5), (np.complex128(1 + 2j), 1 + 2j)):
+        found = testing.decode_value(*testing.encode_value([value]))
+        assert found == [plain]
+        assert type(found[0]) is type(plain)
 
 
 def test_tensors_keep_their_identity_and_place() -> None:

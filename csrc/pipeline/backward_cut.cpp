@@ -116,8 +116,8 @@ void StageBackward::Roots::add(const Edge& edge, const at::Tensor& gradient) {
 }
 
 StageBackward::StageBackward(const std::vector<at::Tensor>& outputs,
-                             std::vector<ReceivedEdge> inputs, bool split_checkpointed)
-    : inputs_(std::move(inputs)), split_checkpointed_(split_checkpointed) {
+                             std::vector<ReceivedEdge> inputs)
+    : inputs_(std::move(inputs)) {
   for (const at::Tensor& output : outputs) {
     const bool takes_part = output.defined() && output.requires_grad();
     outputs_.push_back(takes_part ? torch::autograd::impl::gradient_edge(output) : Edge());
@@ -145,12 +145,12 @@ void StageBackward::backward(const std::vector<at::Tensor>& root_gradients) {
   if (!roots.edges.empty()) run_engine(roots.edges, roots.gradients, false);
 }
 
-void StageBackward::input(const std::vector<at::Tensor>& root_gradients) {
+void StageBackward::input(const std::vector<at::Tensor>& root_gradients, bool split_checkpointed) {
   Roots roots = take_roots(root_gradients);
   if (roots.edges.empty()) return;
   if (inputs_.empty()) return run_engine(roots.edges, roots.gradients, false);
   const GraphCut cut(roots.edges, input_edges());
-  why_not_split_ = find_obstacle(cut);
+  why_not_split_ = find_obstacle(cut, split_checkpointed);
   if (!why_not_split_.empty()) return run_engine(roots.edges, roots.gradients, false);
   Roots input_roots;
   for (size_t i = 0; i < roots.edges.size(); ++i) {
@@ -167,8 +167,8 @@ edge_list StageBackward::input_edges() const {
   return edges;
 }
 
-std::string StageBackward::find_obstacle(const GraphCut& cut) const {
-  if (!cut.why_not().empty() || split_checkpointed_ || is_recomputed == nullptr) {
+std::string StageBackward::find_obstacle(const GraphCut& cut, bool split_checkpointed) {
+  if (!cut.why_not().empty() || split_checkpointed || is_recomputed == nullptr) {
     return cut.why_not();
   }
   for (Node* node : cut.boundary()) {

@@ -38,28 +38,27 @@ class StageBackward {
  public:
   // To be made right after the stage's forward. `outputs`: all its tensors, also those without
   // grad; their data is not kept. `inputs`: the edges of what it received.
-  // `split_checkpointed`: split even where that runs checkpointed layers' forward twice more; false
-  // costs up to 2 us for each weight to find out, which one microbatch can do for all of a step.
-  StageBackward(const std::vector<at::Tensor>& outputs, std::vector<ReceivedEdge> inputs,
-                bool split_checkpointed = false);
+  StageBackward(const std::vector<at::Tensor>& outputs, std::vector<ReceivedEdge> inputs);
 
   // The same from edges, for outputs whose data is gone; not valid where no grad is required.
-  StageBackward(torch::autograd::edge_list outputs, std::vector<ReceivedEdge> inputs,
-                bool split_checkpointed = false)
-      : outputs_(std::move(outputs)),
-        inputs_(std::move(inputs)),
-        split_checkpointed_(split_checkpointed) {}
+  StageBackward(torch::autograd::edge_list outputs, std::vector<ReceivedEdge> inputs)
+      : outputs_(std::move(outputs)), inputs_(std::move(inputs)) {}
 
   // One gradient per output, in their order. Undefined: this output takes no part.
   // Raises UsageError for a gradient of an output that requires none.
   void backward(const std::vector<at::Tensor>& root_gradients);
   // I. Where it cannot be split from W, or nobody waits for its result: all of B, now.
-  void input(const std::vector<at::Tensor>& root_gradients);
+  // `split_checkpointed`: split even where that runs checkpointed layers' forward twice more; false
+  // costs up to 2 us for each weight to find out, which one microbatch can do for all of a step.
+  void input(const std::vector<at::Tensor>& root_gradients, bool split_checkpointed = false);
   // W, once after input(). Nothing if that ran all of B.
   void weight();
 
   // One per input, after backward() or input(), once. Undefined: nothing depended on this input.
   std::vector<at::Tensor> input_gradients();
+  // After input(): whether it has split the graph at some node, so that none was checkpointed, or
+  // that was no obstacle.
+  bool was_cut() const { return !boundary_.empty(); }
   // After input(): why it ran B although there was something to split; empty if it did not.
   const std::string& why_not_split() const { return why_not_split_; }
 
@@ -80,14 +79,13 @@ class StageBackward {
 
   Roots take_roots(const std::vector<at::Tensor>& root_gradients);
   torch::autograd::edge_list input_edges() const;
-  std::string find_obstacle(const GraphCut& cut) const;
+  static std::string find_obstacle(const GraphCut& cut, bool split_checkpointed);
   void run_input(const GraphCut& cut, const Roots& roots);
   std::vector<KeepGradients*> prepare_boundary(const GraphCut& cut);
   void own_what_leaves_took(const GraphCut& cut);
 
   torch::autograd::edge_list outputs_;  // invalid: that output requires no grad
   std::vector<ReceivedEdge> inputs_;
-  bool split_checkpointed_;
   std::vector<Kept> boundary_;
   Roots weight_roots_;  // outputs that depend on parameters only
   std::string why_not_split_;

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "pipeline/own_memory.h"
 
 namespace pydist {
 
@@ -75,6 +76,7 @@ std::optional<Message> Executor::run(StepOptions options) {
   current_.reset();
   has_ended_ = false;
   num_last_forwards_ = 0;
+  for (Stage& stage : stages_) stage.was_cut = false;
   try {
     if (options_.channel != nullptr) options_.channel->begin_step(step_.kind);
     run_actions();
@@ -122,7 +124,8 @@ void Executor::dispatch(Stage& stage, StageFlight& flight, const Action& action)
     } else {
       take_gradients(stage, flight, action.microbatch);
       if (action.kind == ActionKind::kInput) {
-        flight.backward->input(gradients_);
+        flight.backward->input(gradients_, /*split_checkpointed=*/stage.was_cut);
+        stage.was_cut = stage.was_cut || flight.backward->was_cut();
         warn_if_unsplit(stage, flight);
       } else {
         flight.backward->backward(gradients_);
@@ -270,19 +273,9 @@ void Executor::give_gradients(Stage& stage, StageFlight& flight, int microbatch)
   }
 }
 
-// Mostly the same for all microbatches: made again only where it differs.
-// Mostly the same for all microbatches: made again only where it differs, or a hook changed it.
-at::Tensor Executor::loss_gradient(const at::Tensor& loss, int microbatch) {
-  const double value = step_.loss_gradients.at(microbatch);
-  const bool fits = loss_gradient_.defined() && value == loss_gradient_value_ &&
-                    loss_gradient_._version() == 0 && loss_gradient_.dtype() == loss.dtype() &&
-                    loss_gradient_.sizes() == loss.sizes() &&
-                    loss_gradient_.device() == loss.device();
-  if (!fits) {
-    loss_gradient_ = at::full(loss.sizes(), value, loss.options());
-    loss_gradient_value_ = value;
-  }
-  return loss_gradient_;
+// A new one for each: a `.grad` may become a view of it, to which the next microbatch adds.
+at::Tensor Executor::loss_gradient(const at::Tensor& loss, int microbatch) const {
+  return at::full(loss.sizes(), step_.loss_gradients.at(microbatch), loss.options());
 }
 
 Message Executor::obtain(const Link& link, const MessageKey& key,
@@ -308,6 +301,7 @@ void Executor::deliver(const Link& link, Message message) {
     options_.channel->send(link.rank, std::move(message));
     return;
   }
+  for (Slot& slot : message.slots) slot.tensor = in_own_memory(std::move(slot.tensor));
   Stage& stage = stages_[index_of_stage_[link.stage]];
   StageFlight& flight = stage.flights[message.key.microbatch];
   const bool forwards = message.key.kind == MessageKind::kActivation;

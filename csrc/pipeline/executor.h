@@ -5,9 +5,10 @@
 //   I  the same, for the input's gradient alone; W then adds to those of the parameters
 //
 // Two stages of one rank hand values over without a message, but like one: each stage has a graph
-// of its own. Between F and backward only the edges of a stage's output are kept, not its memory.
-// A microbatch that the batch has no rows for is absent: it is passed on as such and not computed.
-// Where no tensor of a value requires a gradient, none is sent back.
+// of its own, and nobody else the memory (own_memory.h). Between F and backward only the edges of a
+// stage's output are kept, not its memory. A microbatch that the batch has no rows for is absent:
+// it is passed on as such and not computed. Where no tensor of a value requires a gradient, none is
+// sent back.
 //
 // An executor is used by one thread at a time, without the GIL.
 #pragma once
@@ -92,6 +93,7 @@ class Executor {
     StageContext context;
     bool is_last = false;
     bool warned = false;
+    bool was_cut = false;  // an I of this step has been split: its layers are not checkpointed
   };
 
   void add_stage(LocalStage local);
@@ -106,7 +108,7 @@ class Executor {
   void give_outputs(Stage& stage, StageFlight& flight, int microbatch, const Rows& rows);
   void take_gradients(Stage& stage, StageFlight& flight, int microbatch);
   void give_gradients(Stage& stage, StageFlight& flight, int microbatch);
-  at::Tensor loss_gradient(const at::Tensor& loss, int microbatch);
+  at::Tensor loss_gradient(const at::Tensor& loss, int microbatch) const;
   void warn_if_unsplit(Stage& stage, const StageFlight& flight);
 
   void add_skips(Stage& stage);
@@ -131,9 +133,7 @@ class Executor {
   int num_last_forwards_ = 0;
   std::optional<Message> result_;
   StageOutput output_;
-  std::vector<at::Tensor> gradients_;  // that backward starts with
-  at::Tensor loss_gradient_;
-  double loss_gradient_value_ = 0.0;
+  std::vector<at::Tensor> gradients_;   // that backward starts with
   std::vector<ReceivedEdge> received_;  // by the forward that is going on
 };
 

@@ -3,7 +3,10 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <utility>
+
 #include "base/check.h"
+#include "pipeline/own_memory.h"
 #include "pipeline/value_classes.h"
 #include "pipeline/value_codec.h"
 
@@ -40,12 +43,14 @@ PyObject* list_of_none(Py_ssize_t size) {
   return list;
 }
 
-// A copy of the value with tensors that no graph hangs on.
-PyObject* detached(PyObject* value) {
+// A copy of the value with tensors that no graph hangs on, nor anything else: the next microbatch's
+// output may lie in the same memory.
+PyObject* detached(THPObjectPtr value) {
   std::string structure;
   std::vector<Slot> slots;
-  encode_value(value, "the last stage's output", structure, slots);
-  for (Slot& slot : slots) slot.tensor = slot.tensor.detach();
+  encode_value(value.get(), "the last stage's output", structure, slots);
+  value = nullptr;
+  for (Slot& slot : slots) slot.tensor = in_own_memory(std::move(slot.tensor));
   return decode_value(structure, slots);
 }
 
@@ -74,7 +79,7 @@ void PythonStage::forward(const StageContext& context, Message* input, StageOutp
   if (is_last_) {
     if (step_->loss_fn != nullptr) take_loss(context.microbatch, value.get(), output);
     if (step_->outputs != nullptr) {
-      put(step_->outputs.get(), context.microbatch, detached(value.get()));
+      put(step_->outputs.get(), context.microbatch, detached(std::move(value)));
     }
     return;
   }

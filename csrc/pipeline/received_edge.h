@@ -18,8 +18,8 @@ namespace pydist {
 // gradient, so nothing here keeps a stage's values alive.
 class ReceivedEdge {
  public:
-  // Shares the memory and the version counter of `data`: where two stages of one rank hand over,
-  // what either changes in place is noticed by whoever saved it, as in the unsplit model.
+  // Shares the memory and the version counter of `data`: if anybody else has saved that, what the
+  // stage changes in place is noticed, as in the unsplit model.
   // `received`: what the stage gets; it requires grad, so `data` is floating or complex.
   ReceivedEdge(const at::Tensor& data, at::Tensor& received);
 

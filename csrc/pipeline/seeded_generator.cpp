@@ -2,7 +2,10 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <chrono>
 #include <mutex>
+
+#include "base/interrupt.h"
 
 namespace pydist {
 
@@ -20,6 +23,18 @@ uint64_t scramble(uint64_t z) {
 
 at::CPUGeneratorImpl& default_generator() {
   return *at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
+}
+
+// Never destroyed: threads may outlive main().
+std::recursive_timed_mutex& turns() {
+  static auto* const instance = new std::recursive_timed_mutex();
+  return *instance;
+}
+
+std::unique_lock<std::recursive_timed_mutex> take_turn() {
+  std::unique_lock<std::recursive_timed_mutex> turn(turns(), std::defer_lock);
+  while (!turn.try_lock_for(std::chrono::milliseconds(100))) check_interrupt();
+  return turn;
 }
 
 }  // namespace
@@ -54,7 +69,7 @@ void seed_default_generator(uint64_t seed) {
   generator.set_next_double_normal_sample(std::nullopt);
 }
 
-GeneratorScope::GeneratorScope() : engine_(default_generator().engine()) {
+GeneratorScope::GeneratorScope() : turn_(take_turn()), engine_(default_generator().engine()) {
   at::CPUGeneratorImpl& generator = default_generator();
   const std::lock_guard<std::mutex> lock(generator.mutex_);
   engine_ = generator.engine();

@@ -5,6 +5,7 @@
 #include <ATen/core/MT19937RNGEngine.h>
 
 #include <cstdint>
+#include <mutex>
 #include <optional>
 
 namespace pydist {
@@ -25,7 +26,10 @@ struct SeedKey {
 // one fills the state by a recurrence from 32 of them.
 void seed_default_generator(uint64_t seed);
 
-// Keeps the default CPU generator's state, and gives it back when it ends.
+// Keeps the default CPU generator's state, and gives it back when it ends. The generator is the
+// process's: threads that step pipelines take turns, forward by forward. One thread may nest them.
+// Waits without the GIL, which whoever has the turn may need. A forward must not wait for one of
+// another thread.
 class GeneratorScope {
  public:
   GeneratorScope();
@@ -34,6 +38,7 @@ class GeneratorScope {
   GeneratorScope& operator=(const GeneratorScope&) = delete;
 
  private:
+  std::unique_lock<std::recursive_timed_mutex> turn_;
   at::mt19937 engine_;
   std::optional<float> next_float_;
   std::optional<double> next_double_;

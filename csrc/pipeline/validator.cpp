@@ -167,12 +167,18 @@ class Checker {
 
   std::vector<bool> accumulates_in_order() const {
     std::vector<bool> in_order(static_cast<size_t>(schedule_.num_stages()), true);
-    std::vector<int> last(in_order.size(), -1);
+    std::vector<int> last_weight(in_order.size(), -1);
+    std::vector<int> last_input(in_order.size(), -1);
+    const auto follow = [&](const Action& action, std::vector<int>& last) {
+      if (action.microbatch < last[action.stage]) in_order[action.stage] = false;
+      last[action.stage] = action.microbatch;
+    };
     for_each_entry([&](Place, const Entry& entry) {
       for_each_action(entry, [&](const Action& action) {
-        if (!accumulates(action)) return;
-        if (action.microbatch < last[action.stage]) in_order[action.stage] = false;
-        last[action.stage] = action.microbatch;
+        if (accumulates(action)) follow(action, last_weight);
+        const bool is_input =
+            action.kind == ActionKind::kBackward || action.kind == ActionKind::kInput;
+        if (is_input) follow(action, last_input);
       });
     });
     return in_order;

@@ -13,8 +13,9 @@ namespace pydist {
 
 struct Validity {
   bool has_backward = false;  // false: a schedule of forwards alone
-  // By stage: whether its B and W run in ascending order of microbatches, which makes sums of
-  // gradients bit-equal to those of one process that goes through the microbatches.
+  // By stage: whether its B and W run in ascending order of microbatches, and its B and I too,
+  // which makes sums of gradients bit-equal to those of one process that goes through the
+  // microbatches. I counts as what cannot be cut gets its gradients there (backward_cut.h).
   std::vector<bool> accumulates_in_order = {};
 };
 

@@ -177,12 +177,20 @@ class Encoder {
     pairs(dict, location);
   }
 
+  // NumPy's scalars that are Python numbers too cross as those; it is not linked, nor imported.
+  static bool is_of_numpy(PyObject* object) {
+    return std::strncmp(Py_TYPE(object)->tp_name, "numpy.", 6) == 0;
+  }
+
   // What is neither common nor an instance of a user's class.
   bool rare(PyObject* object, const Location& location) {
-    if (PyBytes_CheckExact(object)) {
+    if (PyFloat_Check(object) && is_of_numpy(object)) {  // numpy.float64
+      floating(PyFloat_AS_DOUBLE(object));
+    } else if (PyBytes_CheckExact(object)) {
       tag(kBytes);
       raw(PyBytes_AS_STRING(object), PyBytes_GET_SIZE(object));
-    } else if (PyComplex_CheckExact(object)) {
+    } else if (PyComplex_CheckExact(object) ||
+               (PyComplex_Check(object) && is_of_numpy(object))) {  // numpy.complex128
       const Py_complex value = PyComplex_AsCComplex(object);
       tag(kComplex);
       bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
