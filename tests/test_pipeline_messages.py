@@ -1,5 +1,5 @@
-"""Holds that a newcomer's mistakes with pipelines are refused, on all ranks, by a sentence that says
-what to do; and that waits in vain say once, and in one sentence, who waited for whom in what.
+"""Holds that a newcomer's mistakes with pipelines are refused, on all ranks, by a sentence that
+says what to do; and that waits in vain say once, in one sentence, who waited for whom in what.
 """
 
 import functools
@@ -200,7 +200,7 @@ def test_names_of_schedules() -> None:
         for call in (schedule.build, lambda kind, *_: schedule.default_stages_per_rank(kind)):
             with pytest.raises(ScheduleError, match=f"'auto'.* Did you mean '{meant}'"):
                 call(wrong, 2, 4)
-    with pytest.raises(ScheduleError, match="'auto'[^?]*$"):
+    with pytest.raises(ScheduleError, match=r"'auto'[^?]*$"):
         schedule.build("quick", 2, 4)
 
 
