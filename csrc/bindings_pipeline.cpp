@@ -137,7 +137,10 @@ class PipelineExecutor {
     set_python_error(std::exchange(failure, nullptr));
     py::error_already_set pending;
     const py::object error = pending.value();
-    const std::string where = executor_->where();
+    std::string where = executor_->where();
+    for (const auto& stage : stages_) {
+      if (!stage->inside().empty()) where += ", in " + stage->inside();
+    }
     const std::string text = where + " raised " + text_of_error(error);
     if (!is_from_waiting(error)) add_note(error, "raised on " + where);
     {

@@ -63,7 +63,7 @@ class KeywordRoutes:
                 raise UsageError(
                     f"no stage's forward takes the keyword argument{'s'[: len(unknown) > 1]} "
                     f"{', '.join(unknown)}; the stages' forwards name "
-                    f"{', '.join(sorted(taken)) or 'none'}"
+                    f"{', '.join(sorted(taken)) or 'none'}; loss_fn's target is given as target="
                 )
         self._accepted[key] = None
 

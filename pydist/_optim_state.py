@@ -46,12 +46,13 @@ def full_optim_state_dict(
 
 
 def optim_state_dict(
-    model: SplitModel, optimizer: Optimizer | None, initialize: bool = False
+    model: SplitModel, optimizer: Optimizer | None, initialize: bool = True
 ) -> dict[str, Any]:
     """This rank's entries of "state", as references, and all ranks' "param_groups". Collective.
 
     For torch.distributed.checkpoint: what a new optimizer is to load into must have its tensors
-    already. `initialize` makes them, by a step that changes no parameter.
+    already. `initialize` makes them, by a step that changes no parameter, as torch's own
+    get_optimizer_state_dict does; without it what is loaded into the empty state gets lost.
     """
     with model.engine.all_or_none("optim_state_dict"):
         named = _NamedOptimizer(model, optimizer)
@@ -268,6 +269,9 @@ def _initialize(optimizer: Optimizer) -> None:
                     torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
                 )
         optimizer.step()
+        for entry in optimizer.state.values():
+            if "step" in entry:
+                entry["step"] *= 0  # nothing was learnt: it goes on as a new one
     finally:
         for parameter, gradient in zip(parameters, kept, strict=True):
             parameter.grad = gradient

@@ -36,7 +36,7 @@ from pydist._pipeline_step import StepFrame
 from pydist._running_statistics import StageStatistics
 from pydist._stage import ModuleStage, Names, SequentialStage, keyword_names
 from pydist._tied_weights import TiedWeights, separate_stages
-from pydist._verification import verify_settings
+from pydist._verification import verify_layers, verify_settings
 from pydist.errors import UsageError
 from pydist.schedule import Schedule
 from pydist.skip import Declaration, declarations_of, exchange_declarations, portals_of
@@ -92,6 +92,7 @@ class PipelineParts:
     local_layers: list[tuple[str, nn.Module]]
     tied_names: list[list[str]]
     aliases: list[nn.Parameter]  # leaves that are no parameters of their own
+    trains: bool  # the schedule has backwards
     executor: _C.PipelineExecutor
     slicer: Slicer
     routes: KeywordRoutes
@@ -132,6 +133,7 @@ def build_pipeline(
         local_layers = [layer for stage in local for layer in layers[stage].items()]
         _check_devices(local_layers)
     verify_settings(engine, model_name, _agreed(settings, plan, partition, groups))
+    verify_layers(engine, model_name, _layers_given(model, partition))
     base_seed = int(engine.exchange_bytes(str(torch.initial_seed()).encode())[0])
     routes = KeywordRoutes(
         exchange_names(engine, {stage: found.names for stage, found in stages.items()})
@@ -176,6 +178,7 @@ def build_pipeline(
         local_layers=local_layers,
         tied_names=[[name for _, name in group] for group in groups],
         aliases=tied.aliases,
+        trains=plan.has_backward,
         executor=make_executor(plan),
         slicer=slicer,
         routes=routes,
@@ -272,7 +275,8 @@ def _split(
     if isinstance(model, nn.Module) or not isinstance(model, Sequence):
         raise UsageError(
             f"module is {type(model).__name__}; expected an nn.Sequential, or a list with one "
-            "module (or zero-argument callable that makes it) per stage"
+            "module (or zero-argument callable that makes it) per stage: wrap the model's parts in "
+            "nn.Sequential(part, part, ...), in the order in which they run, or give them as a list"
         )
     if settings.balance is not None:
         raise UsageError(
@@ -280,6 +284,14 @@ def _split(
             "module per stage already"
         )
     return partition_list(model, plan.num_stages)
+
+
+def _layers_given(model: Model, partition: Partition) -> list[tuple[str, nn.Module]]:
+    """Those that this rank was given as modules, whether it keeps them or not."""
+    given = (
+        modules_of_sequential(model) if isinstance(model, nn.Sequential) else modules_given(model)
+    )
+    return [(partition.layer_names[index], module) for index, module in given.items()]
 
 
 def _take_layers(
@@ -314,6 +326,12 @@ def _declared_skips(
 def _check_devices(layers: Sequence[tuple[str, nn.Module]]) -> None:
     for layer_name, layer in layers:
         for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            if tensor.device.type == "meta":
+                raise UsageError(
+                    f"{layer_name}.{name} is on the meta device and has no data; give a list of "
+                    "zero-argument callables that make the stages' modules: each rank calls those "
+                    "of its own stages"
+                )
             if tensor.device.type != "cpu":
                 raise NotImplementedError(
                     f"{layer_name}.{name} is on {tensor.device}; pipelines run on the CPU for now"

@@ -1,5 +1,6 @@
 """Owns which ranks form a pipeline, and which are its replicas: from groups or from a mesh."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +51,17 @@ def _of_mesh(mesh: Any) -> PipelineGroups:
     if names is None or PIPELINE not in names or not set(names) <= {PIPELINE, DATA_PARALLEL}:
         raise UsageError(
             f'device_mesh must have a dimension "{PIPELINE}" and may have one "{DATA_PARALLEL}", '
-            f"in any order, got {names}: "
-            'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))'
+            f"in any order, got {names}: {_fitting(tuple(mesh.shape))}"
         )
     replicas = mesh.get_group(DATA_PARALLEL) if DATA_PARALLEL in names else None
     return PipelineGroups(mesh.get_group(PIPELINE), replicas)
+
+
+def _fitting(shape: tuple[int, ...]) -> str:
+    """How to make a mesh of as many ranks."""
+    if len(shape) == 2:
+        return f'init_device_mesh("cpu", {shape}, mesh_dim_names=("dp", "pp"))'
+    return f'init_device_mesh("cpu", ({math.prod(shape)},), mesh_dim_names=("pp",))'
 
 
 def _check_crossing(pipeline: dist.ProcessGroup | None, replicas: dist.ProcessGroup) -> None:

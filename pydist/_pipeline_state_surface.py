@@ -1,6 +1,7 @@
 """Owns PipelineParallel's methods about parameters: names, state, clipping, optimizers."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,17 @@ from pydist._clip import GradientClip
 from pydist._optim_state import full_optim_state_dict, load_optim_state_dict, optim_state_dict
 from pydist._pipeline_state import IncompatibleKeys, full_state_dict, load_state_dict
 from pydist._unsplit import SplitModel
+from pydist.errors import TimeoutError
+
+
+@contextmanager
+def _naming(method: str) -> Iterator[None]:
+    """Says which method it was that waited for other ranks in vain."""
+    try:
+        yield
+    except TimeoutError as error:
+        error.args = (f"{method}(), which all ranks of the pipeline must call: {error}",)
+        raise
 
 
 class PipelineState(nn.Module):
@@ -32,7 +44,8 @@ class PipelineState(nn.Module):
 
         Collective. state_dict() is this rank's part of it.
         """
-        return full_state_dict(self._split_model, rank0_only)
+        with _naming("full_state_dict"):
+            return full_state_dict(self._split_model, rank0_only)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -44,7 +57,8 @@ class PipelineState(nn.Module):
         """
         if assign:
             raise NotImplementedError("load_state_dict of a pipeline copies; assign must be False")
-        return load_state_dict(self._split_model, state_dict, strict)
+        with _naming("load_state_dict"):
+            return load_state_dict(self._split_model, state_dict, strict)
 
     def full_optim_state_dict(
         self, optimizer: Optimizer | None, rank0_only: bool = False
@@ -53,20 +67,24 @@ class PipelineState(nn.Module):
 
         `optimizer` has parameters of this rank; None where it has none.
         """
-        return full_optim_state_dict(self._split_model, optimizer, rank0_only)
+        with _naming("full_optim_state_dict"):
+            return full_optim_state_dict(self._split_model, optimizer, rank0_only)
 
     def optim_state_dict(
-        self, optimizer: Optimizer | None, initialize: bool = False
+        self, optimizer: Optimizer | None, initialize: bool = True
     ) -> dict[str, Any]:
         """This rank's part of it, for torch.distributed.checkpoint. Collective.
 
-        `initialize` makes what a new optimizer has not yet, without changing a parameter.
+        `initialize` makes what a new optimizer has not yet, without changing a parameter: a
+        checkpoint is loaded into what is there, and into nothing where that is empty.
         """
-        return optim_state_dict(self._split_model, optimizer, initialize)
+        with _naming("optim_state_dict"):
+            return optim_state_dict(self._split_model, optimizer, initialize)
 
     def load_optim_state_dict(self, optimizer: Optimizer | None, state: Mapping[str, Any]) -> None:
         """Takes what belongs to this rank's parameters, saved with any split. Collective."""
-        load_optim_state_dict(self._split_model, optimizer, state)
+        with _naming("load_optim_state_dict"):
+            load_optim_state_dict(self._split_model, optimizer, state)
 
     def clip_grad_norm_(
         self,
@@ -76,6 +94,7 @@ class PipelineState(nn.Module):
         foreach: bool | None = None,
     ) -> Tensor:
         """torch.nn.utils.clip_grad_norm_ over all stages; returns the total norm. Collective."""
-        if self._clip is None:
-            self._clip = GradientClip(self._split_model)
-        return self._clip.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
+        with _naming("clip_grad_norm_"):
+            if self._clip is None:
+                self._clip = GradientClip(self._split_model)
+            return self._clip.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,13 +13,14 @@ from pydist._microbatches import Microbatches, Slicer, merge_outputs, shares, ta
 from pydist._running_statistics import StageStatistics
 from pydist._tied_weights import TiedWeights
 from pydist.errors import UsageError
+from pydist.grad_scaler import GradScaler
 
 Loss = Callable[[Any, Any], Tensor]
 Metrics = Callable[[Any, Any], Mapping[str, Any]]
 
 
 class ScalesLoss(Protocol):
-    """torch.amp.GradScaler, or pydist.GradScaler."""
+    """pydist.GradScaler; with one rank also torch.amp.GradScaler."""
 
     def get_scale(self) -> float: ...
 
@@ -124,8 +126,14 @@ class StepInputs:
         return self.cut.row_weights()
 
 
-def scale_of(loss_scale: "float | ScalesLoss") -> float:
+def scale_of(loss_scale: "float | ScalesLoss", num_ranks: int) -> float:
     """The number that gradients are multiplied with."""
+    is_torch_scaler = isinstance(loss_scale, torch.amp.GradScaler)
+    if is_torch_scaler and not isinstance(loss_scale, GradScaler) and num_ranks > 1:
+        raise UsageError(
+            "loss_scale is torch's GradScaler, with which each rank would skip steps by itself; "
+            "use pydist.GradScaler, whose ranks decide together"
+        )
     if isinstance(loss_scale, (int, float)):
         return float(loss_scale)
     if hasattr(loss_scale, "get_scale"):
@@ -174,6 +182,8 @@ class Total:
                 loss = torch.zeros_like(next(each for each in losses if each is not None))
             if metrics is None:
                 return loss.reshape(()), None, self._step
+            for _, index in counted:
+                _check_metrics(metrics[index], index)
             names = dict.fromkeys(name for _, index in counted for name in metrics[index])
             sums = {
                 name: self._sum(
@@ -190,6 +200,21 @@ class Total:
             term = value * weight
             total = term if total is None else total + term
         return total
+
+
+def _check_metrics(found: Any, microbatch: int) -> None:
+    """Raises UsageError unless this can be summed up."""
+    if not isinstance(found, Mapping):
+        raise UsageError(
+            f"metrics returned {type(found).__name__} for microbatch {microbatch}; expected a dict "
+            "of numbers or tensors"
+        )
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, (Number, Tensor)):
+            raise UsageError(
+                f"metrics returned {{{name!r}: {type(value).__name__}}} for microbatch "
+                f"{microbatch}; expected a dict of numbers or tensors by name"
+            )
 
 
 class Outputs:

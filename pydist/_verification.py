@@ -1,5 +1,7 @@
 """Owns the comparison of models across ranks before training."""
 
+import hashlib
+import itertools
 import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -60,10 +62,54 @@ def verify_settings(engine: "Engine", model_name: str, mine: dict[str, Any]) -> 
         for name, value in everybody[0].items():
             if theirs[name] != value:
                 raise MismatchError(
-                    f"{model_name} was wrapped differently on different ranks: {name} is "
+                    f"{model_name} was made differently on different ranks: {name} is "
                     f"{_shortened(theirs[name])} on rank {rank}, and {_shortened(value)} on "
                     "rank 0. Give all ranks the same module and arguments."
                 )
+
+
+def verify_layers(
+    engine: "Engine", model_name: str, layers: Iterable[tuple[str, torch.nn.Module]]
+) -> None:
+    """Raises MismatchError on every rank, naming rank and tensor, unless layers that several ranks
+    were given have tensors of the same names, shapes and dtypes.
+
+    Collective. Ranks compare digests: the tensors of large models are many.
+    """
+    mine = {name: _outline(layer) for name, layer in layers}
+    digests = {name: hashlib.sha256(json.dumps(o).encode()).hexdigest() for name, o in mine.items()}
+    everybody = [json.loads(text) for text in engine.exchange_bytes(json.dumps(digests).encode())]
+    for rank, theirs in enumerate(everybody):
+        for root in range(rank):
+            for name, digest in everybody[root].items():
+                if theirs.get(name, digest) == digest:
+                    continue
+                texts = engine.exchange_bytes(json.dumps(mine.get(name)).encode())
+                difference = _first_difference_of_layers(
+                    json.loads(texts[root]), json.loads(texts[rank])
+                )
+                raise MismatchError(
+                    f"{model_name} was given different models: layer {name} of rank {rank} "
+                    f"{difference[1]}, that of rank {root} {difference[0]}. Give all ranks the "
+                    "same model."
+                )
+
+
+def _outline(layer: torch.nn.Module) -> list[str]:
+    found = []
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    for name, tensor in tensors:
+        lazy = torch.nn.parameter.is_lazy(tensor)
+        shape = "not initialized" if lazy else f"shape {tuple(tensor.shape)}"
+        found.append(f"{name} of {shape} and {tensor.dtype}")
+    return found
+
+
+def _first_difference_of_layers(expected: list[str], found: list[str]) -> tuple[str, str]:
+    for one, other in itertools.zip_longest(expected, found, fillvalue="no further tensor"):
+        if one != other:
+            return f"has {one}", f"has {other}"
+    raise AssertionError("digests differ, but the layers do not")
 
 
 def _shortened(value: Any) -> str:

@@ -93,6 +93,12 @@ class PipelineParallel(PipelineState):
     ) -> None:
         super().__init__()
         groups = resolve_pipeline_groups(process_group, data_parallel_group, device_mesh)
+        if data_parallel_options and groups.replicas is None:
+            raise UsageError(
+                f"data_parallel_options ({', '.join(data_parallel_options)}) would have no effect: "
+                "there are no replicas; give data_parallel_group, or device_mesh with a dimension "
+                '"dp"'
+            )
         self._engine = group_engine(groups.pipeline)
         settings = PipelineSettings(
             num_microbatches=num_microbatches,
@@ -125,6 +131,7 @@ class PipelineParallel(PipelineState):
         self.loss_fn = loss_fn
         self.loss_weight = loss_weight
         self._settings = settings
+        self._takes_one_argument = isinstance(module, nn.Sequential)
         self._num_steps = 0  # that succeeded; layers' seeds depend on it
         self._wants_records = self._recorded = False
         # Under their names in the unsplit model; not by add_module, which refuses some of these.
@@ -144,6 +151,22 @@ class PipelineParallel(PipelineState):
     def schedule(self) -> Schedule:
         """The actions of all ranks, from the next step on."""
         return self._next_schedule or self._parts.schedule
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that succeeded, which the seeds of dropout count.
+
+        Save it with a checkpoint and set it, on every rank, in the run that resumes: with the same
+        torch.manual_seed before PipelineParallel is made, that goes on with the masks that it would
+        have had without the interruption. Not collective.
+        """
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise UsageError(f"num_steps is {number!r}; expected a whole number from 0 up")
+        self._num_steps = number
 
     @property
     def local_stages(self) -> dict[int, nn.Module]:
@@ -205,8 +228,8 @@ class PipelineParallel(PipelineState):
             metrics: metrics(output, target) -> dict of numbers or tensors, for one microbatch,
                 without gradients; they are summed with the loss's weights.
             return_outputs: also return the last stage's outputs, on its rank.
-            loss_scale: a number or GradScaler that gradients are multiplied with; the loss that is
-                returned is not.
+            loss_scale: a number or pydist.GradScaler that gradients are multiplied with; the loss
+                that is returned is not.
 
         Returns:
             The loss, detached, on every rank; or a StepResult where `metrics` or `return_outputs`
@@ -283,7 +306,7 @@ class PipelineParallel(PipelineState):
         self._begin_run(training)
         with self._refusing(kind, replicas, met=False):
             inputs, weights = self._prepare(kind, given)
-            scale = scale_of(loss_scale)
+            scale = scale_of(loss_scale, self._engine.size)
         if replicas is not None:
             with self._refusing(kind, replicas, met=True):
                 total = replicas.begin_step(inputs.total_weight)
@@ -349,7 +372,17 @@ class PipelineParallel(PipelineState):
             raise UsageError("step() needs gradients; within no_grad() call evaluate()")
         if self.has_first_stage and not kwargs and all(arg is None for arg in args):
             raise UsageError("this rank holds the first stage, which needs the batch; got None")
+        if self._takes_one_argument and len(args) > 1:
+            raise UsageError(
+                f"got {len(args)} positional arguments, but an nn.Sequential takes one, the batch; "
+                "give the target as target="
+            )
         parts = self._parts
+        if kind is StepKind.TRAIN and not parts.trains:
+            raise UsageError(
+                f"the schedule {parts.schedule.name} has no backward, which step() needs; call "
+                "evaluate(), or make the pipeline with another schedule"
+            )
         parts.frame.prepare(kind is StepKind.TRAIN)
         inputs = StepInputs(parts.slicer, parts.routes, given, list(parts.local_stages))
         if kind is StepKind.FORWARD or not self.has_last_stage:

@@ -12,6 +12,7 @@ pair. Actions name computation only: what is sent and received follows from them
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -317,7 +318,7 @@ class Schedule:
         of F. Needs matplotlib (``pip install pydist[plot]``).
         """
         times = simulation or self.simulate()
-        return _schedule_plot.draw([(str(self.name), times.timeline)], path)
+        return _schedule_plot.draw([(self.title, times.timeline)], path)
 
     def __str__(self) -> str:
         """A row for each step at which an action may run, if every action takes one."""
@@ -372,6 +373,7 @@ def kinds() -> list[str]:
 
 def default_stages_per_rank(kind: str) -> int:
     """Stages on each rank where none are asked for: 2 for interleaved and V kinds, else 1."""
+    _check_kind(kind)
     return 1 if kind == "auto" or kind in _registered else _C.default_stages_per_rank(kind)
 
 
@@ -397,6 +399,7 @@ def build(
 
     Raises ScheduleError, which says what would work.
     """
+    _check_kind(kind)
     if stages_per_rank is None:
         stages_per_rank = default_stages_per_rank(kind)
     if kind == "auto":
@@ -448,6 +451,19 @@ def plot_timelines(
 
 def _built_in() -> list[str]:
     return [*_C.schedule_kinds(), "auto"]
+
+
+def _check_kind(kind: str) -> None:
+    """Raises ScheduleError, with what was meant where that can be guessed."""
+    known = kinds()
+    if kind in known:
+        return
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(str(kind).lower(), list(by_lower), n=1)
+    guess = f" Did you mean '{by_lower[close[0]]}'?" if close else ""
+    raise ScheduleError(
+        f"no schedule is called '{kind}'; there are {', '.join(map(repr, known))}.{guess}"
+    )
 
 
 def _build_auto(

@@ -86,7 +86,8 @@ def skippable(*, stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable
 def stash(name: str, tensor: Tensor | None) -> None:
     """Keeps a tensor (or None) for the layer that pops this name. Called within a forward.
 
-    Raises: UsageError if it is not a tensor, or is stashed a second time within a pipeline's stage.
+    Raises: UsageError if it is not a tensor; within a pipeline also if no module declares to stash
+    this name, or if it is stashed a second time.
     """
     if tensor is not None and not isinstance(tensor, Tensor):
         raise UsageError(f"skip {name!r} is {type(tensor).__name__}; expected a tensor or None")
@@ -98,6 +99,12 @@ def stash(name: str, tensor: Tensor | None) -> None:
     else:
         _stashed_without_grad.add(name)
     if _C.in_stage():
+        if name not in _declared_stashes:
+            raise UsageError(
+                f"skip {name!r} is stashed in a pipeline, but no module declares that; add "
+                f'@pydist.skippable(stash=("{name}",)) to the class of the module that stashes it, '
+                f'and @pydist.skippable(pop=("{name}",)) to that which pops it'
+            )
         _C.put_skip(name, tensor)
     else:
         _outside_stages.tensors[name] = (tensor, _version_of(tensor))
@@ -141,6 +148,7 @@ class _OutsideStages(threading.local):
 
 _outside_stages = _OutsideStages()
 _stashed_without_grad: set[str] = set()
+_declared_stashes: set[str] = set()  # by modules of any pipeline of this process
 
 
 def _is_recomputing() -> bool:
@@ -163,7 +171,8 @@ def _version_of(tensor: Tensor | None) -> int:
 
 
 def declarations_of(stage: int, layers: Iterable[tuple[int, str, nn.Module]]) -> list[Declaration]:
-    """Of the layers (index, name, module) of a stage, and the modules in them."""
+    """Of the layers (index, name, module) of a stage, and the modules in them; `stash` knows them
+    from then on."""
     found = []
     for layer, name, module in layers:
         for inner_name, inner in module.named_modules(prefix=name):
@@ -173,6 +182,7 @@ def declarations_of(stage: int, layers: Iterable[tuple[int, str, nn.Module]]) ->
                 found.append(
                     Declaration(stage, layer, inner_name, declared["stash"], declared["pop"])
                 )
+                _declared_stashes.update(declared["stash"])
     return found
 
 

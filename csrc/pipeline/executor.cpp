@@ -286,7 +286,7 @@ Message Executor::obtain(const Link& link, const MessageKey& key,
     }
     return recorder_.waiting([&] {
       return options_.channel->receive(link.rank, key,
-                                       [this] { return concat("to run ", where()); });
+                                       [this] { return concat("to run ", current_->text()); });
     });
   }
   PYDIST_CHECK(handed_over.has_value(), Error, "stage ", link.stage,

@@ -68,6 +68,7 @@ PythonStage::~PythonStage() {
 
 void PythonStage::set_step(std::shared_ptr<PythonStep> step, int num_microbatches) {
   step_ = std::move(step);
+  if (step_ != nullptr) inside_ = "";  // else it is asked for yet
   losses_ = step_ != nullptr && is_last_ ? list_of_none(num_microbatches) : nullptr;
   metrics_ =
       losses_ != nullptr && step_->metrics != nullptr ? list_of_none(num_microbatches) : nullptr;
@@ -121,6 +122,7 @@ PyObject* PythonStage::keywords_of(int microbatch) const {
 
 void PythonStage::take_loss(int microbatch, PyObject* value, StageOutput& output) {
   PyObject* const arguments[] = {value, item_of(step_->targets.get(), microbatch)};
+  inside_ = arguments[1] == Py_None ? "loss_fn (target= was not given on this rank)" : "loss_fn";
   THPObjectPtr loss(checked(PyObject_Vectorcall(step_->loss_fn.get(), arguments, 2, nullptr)));
   const bool is_tensor = THPVariable_Check(loss.get());
   PYDIST_CHECK(is_tensor && THPVariable_Unpack(loss.get()).numel() == 1, UsageError,
@@ -130,10 +132,13 @@ void PythonStage::take_loss(int microbatch, PyObject* value, StageOutput& output
                "; expected a tensor with one element, such as a mean or a sum gives");
   output.add(THPVariable_Unpack(loss.get()));
   put(losses_.get(), microbatch, THPVariable_Wrap(output.slots.back().tensor));
+  inside_ = "";
   if (metrics_ == nullptr) return;
+  inside_ = "metrics";
   const at::AutoGradMode no_grad(false);
   put(metrics_.get(), microbatch,
       checked(PyObject_Vectorcall(step_->metrics.get(), arguments, 2, nullptr)));
+  inside_ = "";
 }
 
 Message PythonStage::result() {

@@ -40,6 +40,8 @@ class PythonStage final : public StageCode {
 
   void forward(const StageContext& context, Message* input, StageOutput& output) override;
   Message result() override;
+  // Which of the step's own functions has raised, "loss_fn", say; empty: none.
+  const std::string& inside() const { return inside_; }
 
  private:
   PyObject* call(int microbatch, Message* input);
@@ -54,6 +56,7 @@ class PythonStage final : public StageCode {
   // By microbatch, of the last stage.
   THPObjectPtr losses_;
   THPObjectPtr metrics_;
+  std::string inside_ = {};
 };
 
 }  // namespace pydist

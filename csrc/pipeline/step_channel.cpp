@@ -288,7 +288,12 @@ void StepChannel::look_for_failure(uint64_t step, bool urgent) {
   const std::optional<Failure> failure = find_failure({stamp_.generation, step}, urgent);
   if (!failure) return;
   std::string text = failure->text;
-  if (state_ != State::kInStep) text += concat(" (", describe(rank()), " had ended the step)");
+  if (state_ != State::kInStep) {
+    const bool is_next = failure->step > stamp_.step;
+    text += concat(" (", describe(rank()),
+                   is_next ? " was about to begin that step)"
+                           : " has completed that step, and was about to begin the next)");
+  }
   end_generation();
   if (failure->is_mismatch) throw MismatchError(text);
   throw PeerError(text);

@@ -225,9 +225,14 @@ void Board::raise_failed(const std::function<std::string()>& operation) {
     ::sched_yield();
   }
   const bool has_reason = header_->reason_ready.load(std::memory_order_acquire) != 0;
-  throw PeerError(concat(
-      has_reason ? std::string(header_->reason) : describe(failed_rank()) + " failed", "; ", name(),
-      " cannot be used any more (rank ", rank(), " was in ", operation(), "): ", options_.remedy));
+  const std::string reason =
+      has_reason ? std::string(header_->reason) : describe(failed_rank()) + " failed";
+  const std::string own = operation();
+  // Where it was this rank that gave the reason, it has said so already.
+  const bool is_known = failed_rank() == rank() && reason.find(own) != std::string::npos;
+  throw PeerError(concat(reason, "; ", name(), " cannot be used any more",
+                         is_known ? "" : concat(" (rank ", rank(), " was in ", own, ")"), ": ",
+                         options_.remedy));
 }
 
 void Board::raise_timeout(int missing, const std::function<std::string()>& operation) {
