@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,15 +77,17 @@ def return_wrong_metrics(rank: int, world_size: int) -> None:
     pipeline = PipelineParallel(make_mlp(4), 2, mse)
     for wrong, words in (
         (1.5, "metrics returned float for microbatch 0"),
-        ({"a": "much"}, "metrics returned {'a': str} for microbatch 0"),
-        ({3: 1.0}, "metrics returned {3: float}"),
+        ({"a": "much"}, "metric 'a' is of type str"),
+        ({3: 1.0}, "metrics returned a dict with the key 3 for microbatch 0"),
     ):
         call = functools.partial(
             pipeline.evaluate, x, target=target, metrics=lambda *_, wrong=wrong: wrong
         )
         error = expect_error(UsageError if rank == 1 else PeerError, call)
         assert words in str(error), error
-    result = pipeline.step(x, target=target, metrics=lambda *_: {"a": torch.tensor(2), "b": True})
+    result = pipeline.step(
+        x, target=target, metrics=lambda *_: {"a": torch.tensor(2), "b": np.ones(1)}
+    )
     assert result.metrics == {"a": 2.0, "b": 1.0}
 
 
