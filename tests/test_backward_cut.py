@@ -162,6 +162,7 @@ CUT: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Sequence[Tensor]]]
     "gru": (lambda: Stage(lambda s, x: s.parts[0](x)[0], nn.GRU(WIDTH, 4)), SEQUENCES),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(WIDTH, 5)), ROWS),
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)), ROWS),
+    # C100 (pytorch#180952): its gradient was counted twice.
     "a weight used twice": (lambda: Stage(lambda s, x: x @ s.weight @ s.weight), ROWS),
     "frozen and unused parameters": (frozen_and_unused, ROWS),
     "a function without weights": (

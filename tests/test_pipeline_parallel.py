@@ -63,3 +63,21 @@ def three_stages_per_rank(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_three_stages_on_each_rank(num_ranks: int) -> None:
     get_pool(num_ranks).run(three_stages_per_rank)
+
+
+def interleaved_with_any_number(rank: int, world_size: int) -> None:
+    model = make_mlp(16)
+    for num_microbatches in (1, 2, 3, 5, 7):
+        for kind in ("interleaved-1f1b", "interleaved-zb"):
+            pipeline = PipelineParallel(
+                copy.deepcopy(model), num_microbatches, nn.functional.mse_loss, kind
+            )
+            assert len(pipeline.local_stages) == 2
+            train_both(model, pipeline, nn.functional.mse_loss, num_microbatches)
+
+
+def test_c83_interleaved_takes_any_number_of_microbatches() -> None:
+    """C83 (PiPPy 1048, pytorch#129597, #137783): numbers that the ranks do not divide were refused,
+    or waited for ever.
+    """
+    get_pool(2).run(interleaved_with_any_number)
