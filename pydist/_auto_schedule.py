@@ -6,23 +6,19 @@ from collections.abc import Sequence
 
 from pydist import _C, schedule
 from pydist._engine import Engine
-from pydist.schedule import Costs, Schedule
-
-# An action as the recorder gives it: text, start, end and wait in ns.
-Record = tuple[str, int, int, int]
+from pydist.schedule import ActionRecord, Costs, Schedule
 
 # What runs in which step: one to warm up, one that shows F and B, one that shows I and W. Any
 # schedule gives the same gradients.
 STEPS = ("1f1b", "1f1b", "zb-h1")
 
 
-def stage_times(records: Sequence[Record]) -> dict[int, dict[str, float]]:
+def stage_times(records: Sequence[ActionRecord]) -> dict[int, dict[str, float]]:
     """Seconds that a stage's F, B, I and W take, without waiting: medians over microbatches."""
     found: dict[int, dict[str, list[float]]] = {}
-    for text, start_ns, end_ns, wait_ns in records:
-        [(stage, kind, _)] = _C.parse_actions(text)
-        times = found.setdefault(stage, {}).setdefault(kind, [])
-        times.append((end_ns - start_ns - wait_ns) * 1e-9)
+    for record in records:
+        times = found.setdefault(record.stage, {}).setdefault(record.kind, [])
+        times.append(record.work_s)
     return {
         stage: {kind: statistics.median(times) for kind, times in kinds.items()}
         for stage, kinds in found.items()
@@ -46,7 +42,7 @@ class AutoSchedule:
         """Whether the recorder is wanted in the next step."""
         return 0 < self._num_steps < len(STEPS)
 
-    def after_step(self, records: Sequence[Record]) -> Schedule | None:
+    def after_step(self, records: Sequence[ActionRecord]) -> Schedule | None:
         """After a step that succeeded: the schedule of the next ones, if it changes. Collective."""
         if self._num_steps == len(STEPS):
             return None

@@ -204,8 +204,10 @@ class PipelineParallel(PipelineState):
 
     def records(self) -> list[ActionRecord]:
         """This rank's actions in the last step, in order; empty unless `record` is on."""
-        records = self._parts.executor.records() if self._recorded else []
-        return [ActionRecord(*record) for record in records]
+        return self._last_records() if self._recorded else []
+
+    def _last_records(self) -> list[ActionRecord]:
+        return [ActionRecord(*record) for record in self._parts.executor.records()]
 
     # -- running --------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class PipelineParallel(PipelineState):
             StepKind.TRAIN, (args, kwargs, target), metrics, return_outputs, loss_scale
         )
         if self._auto is not None:
-            self._next_schedule = self._auto.after_step(self._parts.executor.records())
+            self._next_schedule = self._auto.after_step(self._last_records())
         return result
 
     @contextmanager
