@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from pydist import _C, schedule
+from pydist._auto_schedule import STEPS
 from pydist._balance import Balance, LayerCosts, choose_balance
 from pydist._engine import Engine
 from pydist._keywords import (
@@ -43,9 +44,7 @@ from pydist.skip import Declaration, declarations_of, exchange_declarations, por
 
 Model = nn.Sequential | Sequence[ModuleSource]
 
-# What "auto" starts with, until it has measured the stages.
 AUTO = "auto"
-FIRST_OF_AUTO = "1f1b"
 
 
 @dataclass(frozen=True)
@@ -240,7 +239,7 @@ def _measure_layers(
 def _resolve_schedule(settings: PipelineSettings, num_ranks: int) -> Schedule:
     wanted = settings.schedule
     if isinstance(wanted, str):
-        kind = FIRST_OF_AUTO if wanted == AUTO else wanted
+        kind = STEPS[0] if wanted == AUTO else wanted
         return schedule.build(kind, num_ranks, settings.num_microbatches, settings.stages_per_rank)
     if not isinstance(wanted, Schedule):
         raise UsageError(

@@ -74,6 +74,7 @@ PYTHON_LAYERS = [
         "_verification",
     },
     {
+        "_auto_schedule",
         "_clip",
         "_dynamo",
         "_gather",
@@ -90,7 +91,7 @@ PYTHON_LAYERS = [
     {"_hook_surface"},
     {"data_parallel"},
     {"_pipeline_state_surface", "_pipeline_step", "_stage_reduction"},
-    {"_auto_schedule", "_pipeline_build", "_schedule_command"},
+    {"_pipeline_build", "_schedule_command"},
     {"_cli", "pipeline_parallel"},
     {"__init__", "__main__"},
 ]
