@@ -28,6 +28,7 @@ struct Block {
   size_t nbytes;
   Stream stream = nullptr;
 
+  Block(c10::DataPtr memory, size_t size) : data(std::move(memory)), nbytes(size) {}
   ~Block() { tell_freed(data.get(), nbytes, stream); }
 };
 
@@ -38,7 +39,7 @@ class TellingAllocator final : public c10::Allocator {
   explicit TellingAllocator(c10::Allocator* base) : base_(base) {}
 
   c10::DataPtr allocate(size_t nbytes) override {
-    auto block = std::make_unique<Block>(Block{base_->allocate(nbytes), nbytes});
+    auto block = std::make_unique<Block>(base_->allocate(nbytes), nbytes);
     void* data = block->data.get();
     if (data != nullptr) tell_allocated(data, nbytes, &block->stream);
     const c10::Device device = block->data.device();

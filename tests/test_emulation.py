@@ -81,3 +81,23 @@ def test_the_order_of_streams_is_that_of_the_seed() -> None:
     again = [in_one_rank(_order_of_streams, seed=seed) for seed in range(6)]
     assert by_seed == again
     assert len(set(by_seed)) > 3
+
+
+# NCCL
+
+
+def _quick_nccl(rank: int, size: int) -> list[float]:
+    from emulated_nccl import Nccl, check
+
+    comm = Nccl()
+    value = torch.full((300000,), float(rank + 1))
+    comm.follow()
+    check(comm.all_reduce(value, value))
+    comm.wait()
+    result = [value[0].item(), value[-1].item()]
+    comm.finish()
+    return result
+
+
+def test_quick() -> None:
+    assert emulated_pool(2).run(_quick_nccl) == [[3, 3]] * 2
