@@ -19,6 +19,8 @@ struct PackItem {
   int64_t num_elements = 0;
 };
 
+enum class CopyDirection : uint8_t { kToUnit, kFromUnit };
+
 void pack(const PackItem& item);
 void pack(const std::vector<PackItem>& items);
 
