@@ -14,13 +14,13 @@
 //   mover(), adder()                     the queues
 //   moved(k), added(k)                   an event each per segment in flight: record(queue), and
 //                                        block(queue) until what was recorded last is done
-//   begin(queue, segment, completes)     makes the own elements ready to be sent; `completes` where
-//                                        no other rank adds to them
+//   begin(queue)                         makes all own elements ready to be sent and added to
 //   exchange(queue, sent, received, k, adds)
 //                                        sends to the next rank, receives from the one before: into
-//                                        place k, or, a complete sum, where sums are sent from.
-//                                        Either may be empty.
-//   add(queue, segment, k, completes)    what is in place k plus the own elements, ready to be sent
+//                                        place k to be added, or, a complete sum, where sums are
+//                                        sent from. Either may be empty.
+//   add(queue, segment, k, completes)    adds the own elements to what is in place k, ready to be
+//                                        sent
 //   delivers(), deliver(queue, segment)  makes a complete sum the result; where delivers() is
 //                                        false it is already
 #pragma once
@@ -29,17 +29,12 @@
 
 namespace pydist {
 
-// All work comes before what is given to the mover from then on.
+// Of two ranks or more. All work comes before what is given to the mover from then on.
 template <class Transport>
 void run_ring(const RingPlan& plan, Transport& transport) {
   const auto mover = transport.mover();
   const auto adder = transport.adder();
-  for (int k = 0; k < plan.segments_in_flight(); ++k) {
-    const RingSegment own = plan.sent(0, k);
-    if (own.count == 0) continue;
-    transport.begin(mover, own, plan.size() == 1);
-    if (plan.size() == 1 && transport.delivers()) transport.deliver(mover, own);
-  }
+  transport.begin(mover);
   int last = -1;  // the event that the adder has recorded last
   for (int step = 0; step < plan.num_steps(); ++step) {
     for (int k = 0; k < plan.segments_in_flight(); ++k) {

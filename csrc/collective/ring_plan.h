@@ -51,15 +51,17 @@ class RingPlan {
   bool completes(int step) const { return step == size_ - 2; }
 
   // `k` counts the segments in flight.
-  RingSegment sent(int step, int k) const { return segment(rank_ - step, k); }
-  RingSegment received(int step, int k) const { return segment(rank_ - step - 1, k); }
+  RingSegment sent(int step, int k) const { return segment_of(rank_ - step + size_, k); }
+  RingSegment received(int step, int k) const { return segment_of(rank_ - step - 1 + size_, k); }
 
- private:
-  RingSegment segment(int slice, int k) const {
-    const int wrapped = ((slice % size_) + size_) % size_;
-    const int index = wrapped * segments_in_flight_ + k;
+  RingSegment segment(int index) const {
     const int64_t begin = std::min(index * segment_elements_, count_);
     return {begin, std::min(segment_elements_, count_ - begin), index};
+  }
+
+ private:
+  RingSegment segment_of(int slice, int k) const {
+    return segment((slice + size_) % size_ * segments_in_flight_ + k);
   }
 
   int64_t count_;
