@@ -46,7 +46,8 @@ def float8_encoded(values: Tensor) -> tuple[Tensor, Tensor]:
     mantissa, exponent = torch.frexp(largest)  # 448 is 0.875 * 2^9
     bytes_ = (exponent - 9 + (mantissa > 0.875).int() + 127).where(largest > 0, 1).clamp(min=1)
     inverse = torch.ldexp(torch.ones_like(largest), 127 - bytes_)
-    codes = (blocks * inverse[:, None]).to(torch.float8_e4m3fn)
+    # Infinity, too, becomes NaN; torch has no such code, and some versions make it 448.
+    codes = (blocks.where(blocks.isfinite(), torch.nan) * inverse[:, None]).to(torch.float8_e4m3fn)
     return codes, bytes_.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
