@@ -16,6 +16,8 @@ namespace py = pybind11;
 
 namespace pydist {
 
+void bind_device_all_reduce(pybind11::module_& module);  // TEMP
+
 namespace {
 
 void raise_as(const char* name, const std::exception& error) {
@@ -96,6 +98,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_testing_channel(module);
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);
+  bind_testing_device(testing);
   install_recompute_check();
   bind_pipeline(module);
 }
