@@ -70,7 +70,7 @@ BUGS = [
     Planted("pack without the wait of NCCL's stream", "no_wait", 0, ORDER),
     Planted("a large gradient without that wait", "no_wait", 1, ORDER),
     Planted("no wait at the end of backward", "no_wait", 2, ORDER),
-    Planted("an event that is not recorded", "no_record", 0, ORDER),
+    Planted("an event that is not recorded", "no_record", 3, ORDER),
     Planted("a group that stays open", "no_group_end", 0, "group of NCCL's open", "slices"),
     Planted("a count", "wrong_count", 0, "ranks disagree"),
     Planted("a type", "wrong_dtype", 0, "ranks disagree"),
