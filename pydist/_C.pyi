@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
 
-from torch import Tensor, dtype
+from torch import Tensor, device, dtype
 from torch._C._distributed_c10d import ProcessGroup, Store
 
 testing: ModuleType
@@ -122,6 +122,8 @@ class Channel:
         name: str,
         ring_nbytes: int = 0,
         max_lent_nbytes: int | None = None,
+        device: device | None = None,
+        links: list[tuple[int, int]] = ...,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
