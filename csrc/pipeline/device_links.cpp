@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "pipeline/own_memory.h"
+#include "pipeline/slot_form.h"
 #include "transport/c10d_store.h"
 
 namespace pydist {
@@ -17,60 +18,6 @@ namespace pydist {
 namespace {
 
 using Transfer = NcclCommunicator::Transfer;
-
-enum class Way : uint8_t { kNone, kHost, kDevice };
-
-// Followed by sizes and strides, where the tensor goes from device to device.
-struct SlotForm {
-  Way way = Way::kNone;
-  uint8_t requires_grad = 0;
-  int8_t dtype = 0;
-  uint8_t dim = 0;
-};
-
-void append(std::string& bytes, const void* data, size_t nbytes) {
-  bytes.append(static_cast<const char*>(data), nbytes);
-}
-
-// What the peer needs to make a tensor like this one.
-void append_form(std::string& forms, const Slot& slot, Way way) {
-  SlotForm form;
-  form.way = way;
-  form.requires_grad = slot.requires_grad ? 1 : 0;
-  if (way == Way::kDevice) {
-    form.dtype = static_cast<int8_t>(slot.tensor.scalar_type());
-    form.dim = static_cast<uint8_t>(slot.tensor.dim());
-  }
-  append(forms, &form, sizeof(form));
-  if (way != Way::kDevice) return;
-  const size_t nbytes = slot.tensor.dim() * sizeof(int64_t);
-  append(forms, slot.tensor.sizes().data(), nbytes);
-  append(forms, slot.tensor.strides().data(), nbytes);
-}
-
-class FormReader {
- public:
-  explicit FormReader(std::string_view forms) : forms_(forms) {}
-  bool at_end() const { return forms_.empty(); }
-  SlotForm take_form() {
-    SlotForm form;
-    take(&form, sizeof(form));
-    return form;
-  }
-  std::vector<int64_t> take_words(size_t count) {
-    std::vector<int64_t> words(count);
-    take(words.data(), count * sizeof(int64_t));
-    return words;
-  }
-
- private:
-  void take(void* to, size_t nbytes) {
-    PYDIST_CHECK(nbytes <= forms_.size(), Error, "a peer's description of tensors is cut off");
-    if (nbytes > 0) std::memcpy(to, forms_.data(), nbytes);
-    forms_.remove_prefix(nbytes);
-  }
-  std::string_view forms_;
-};
 
 // Memory that nobody changes while it is sent, as it lies: without gaps, conjugation or negation.
 at::Tensor for_sending(at::Tensor tensor) {
@@ -92,15 +39,10 @@ void* memory_of(const at::Tensor& tensor) {
 
 class DeviceLinks::Arrival {
  public:
-  struct Place {
-    size_t slot;
-    at::ScalarType dtype;
-    std::vector<int64_t> sizes, strides;
-  };
   MessageKey key;
-  std::string what;           // for messages
-  std::string forms;          // what the places were read from
-  std::vector<Place> places;  // of tensors that the device receives
+  std::string what;                                 // for messages
+  std::string forms;                                // what the places were read from
+  std::vector<std::pair<size_t, SlotForm>> places;  // of tensors that the device receives
   std::vector<at::Tensor> tensors = {};
   std::optional<OwnedEvent> done = std::nullopt;  // where there is memory to receive
   bool captured = false;
@@ -266,7 +208,7 @@ void DeviceLinks::take_out(int destination, Message& message, const std::string&
               : slot.tensor.device() == device_ ? Way::kDevice
                                                 : Way::kHost;
     if (way == Way::kDevice) slot.tensor = for_sending(std::move(slot.tensor));
-    append_form(forms, slot, way);
+    append_slot_form(slot, way, forms);
     if (way == Way::kHost) through_host.push_back(std::move(slot));
     if (way != Way::kDevice || slot.tensor.nbytes() == 0) continue;
     transfers.push_back({memory_of(slot.tensor), slot.tensor.nbytes(), /*peer=*/1, true});
@@ -309,21 +251,15 @@ std::shared_ptr<DeviceLinks::Arrival> DeviceLinks::announce(int source, Message&
   arrival->forms = std::string(inbox.descriptions.take(rest));
   std::vector<Slot> through_host = std::exchange(message.slots, {});
   auto host = through_host.begin();
-  FormReader reader(arrival->forms);
-  while (!reader.at_end()) {
-    const SlotForm form = reader.take_form();
+  for (SlotForm& form : read_slot_forms(arrival->forms)) {
     const size_t index = message.slots.size();
     if (form.way == Way::kHost) {
       PYDIST_CHECK(host != through_host.end(), Error, "a peer sent too few tensors");
       message.slots.push_back(std::move(*host++));
       continue;
     }
-    message.slots.push_back({at::Tensor(), form.requires_grad != 0});
-    if (form.way == Way::kNone) continue;
-    auto sizes = reader.take_words(form.dim);
-    auto strides = reader.take_words(form.dim);
-    arrival->places.push_back(
-        {index, static_cast<at::ScalarType>(form.dtype), std::move(sizes), std::move(strides)});
+    message.slots.push_back({at::Tensor(), form.requires_grad});
+    if (form.way == Way::kDevice) arrival->places.emplace_back(index, std::move(form));
   }
   inbox.announced.push_back(arrival);
   return arrival;
@@ -350,9 +286,9 @@ template <class Places>
 std::vector<at::Tensor> make_tensors(const Places& places, at::Device device) {
   const c10::InferenceMode normal(false);
   std::vector<at::Tensor> tensors;
-  for (const auto& place : places) {
-    const auto options = at::TensorOptions(place.dtype).device(device);
-    tensors.push_back(at::empty_strided(place.sizes, place.strides, options));
+  for (const auto& [slot, form] : places) {
+    const auto options = at::TensorOptions(form.dtype).device(device);
+    tensors.push_back(at::empty_strided(form.sizes, form.strides, options));
   }
   return tensors;
 }
@@ -387,7 +323,7 @@ void DeviceLinks::hand_out(int source, Arrival& arrival, Message& message) {
   if (arrival.done) arrival.done->block(stream_);
   if (arrival.done && !capturing_) prepare_next(inbox(source), arrival);
   for (size_t i = 0; i < arrival.places.size(); ++i) {
-    message.slots[arrival.places[i].slot].tensor = std::move(arrival.tensors[i]);
+    message.slots[arrival.places[i].first].tensor = std::move(arrival.tensors[i]);
   }
   arrival.tensors.clear();
 }
