@@ -87,6 +87,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              "Bytes of this process's arena: used, committed, capacity.");
   bind_collective(module);
   bind_device(module);
+  bind_nccl(module);
   bind_reducer(module);
   bind_schedule(module);
   bind_stage(module);
@@ -94,6 +95,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_testing_channel(module);
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);
+  bind_testing_device(testing);
   install_recompute_check();
   bind_pipeline(module);
 }
