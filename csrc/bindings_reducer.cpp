@@ -86,8 +86,7 @@ ReducerOptions reducer_options(const py::dict& settings) {
   options.unused_is_error = settings["unused_is_error"].cast<bool>();
   if (!settings["communicator"].is_none()) {
     options.born_in_arena = false;
-    options.layout.alone_nbytes =
-        std::min(kDeviceAloneNbytes, options.layout.caps_nbytes.back());
+    options.layout.alone_nbytes = std::min(kDeviceAloneNbytes, options.layout.caps_nbytes.back());
   }
   return options;
 }

@@ -245,6 +245,11 @@ def check_device_options(
 ) -> bool:
     """Whether the module is trained on a device; UsageError for what only devices have."""
     if parameters and on_device(parameters[0]):
+        if wire_dtype == "float8_e4m3fn" and algorithm == "nccl":
+            raise UsageError(
+                'algorithm="nccl" cannot send gradients as torch.float8_e4m3fn; take "auto", '
+                '"slices" or "ring"'
+            )
         return True
     if wire_dtype == "float8_e4m3fn":
         raise UsageError(

@@ -125,9 +125,7 @@ class Engine:
             )
         return self._device_communicators[device]
 
-    def make_device_communicator(
-        self, device: int, name: str, remedy: str
-    ) -> _C.NcclCommunicator:
+    def make_device_communicator(self, device: int, name: str, remedy: str) -> _C.NcclCommunicator:
         """One more, for calls in an order of their own. Collective."""
         return _C.NcclCommunicator(
             store=self.store_prefix("nccl"),
@@ -262,7 +260,6 @@ class Engine:
             for target, source in zip(targets, dense, strict=True):
                 if target is not source and self.rank != root:
                     target.copy_(source)
-
 
     def _broadcast_on_devices(self, tensors: list[Tensor], root: int) -> None:
         if self.size == 1:

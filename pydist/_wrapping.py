@@ -35,6 +35,7 @@ class Wrapping(TorchSurface):
 
     _algorithm: str
     _bucket_caps: BucketCaps
+    _communicator: Any
     _comm_hooks: list[tuple[Hook, Any]]
     _delayed: Delayed
     _device_arguments: tuple[Any, Any]
@@ -145,11 +146,12 @@ class Wrapping(TorchSurface):
 
     def _reducer_communicator(self, parameters: list[torch.Tensor]) -> Any:
         """One of its own: models' backwards may come in another order than other calls do."""
-        if not self._on_device:
-            return None
-        return self._engine.make_device_communicator(
-            device_index(parameters[0]), f"the reducer of {self._model_name}", self._remedy
-        )
+        self._communicator = None
+        if self._on_device:
+            self._communicator = self._engine.make_device_communicator(
+                device_index(parameters[0]), f"the reducer of {self._model_name}", self._remedy
+            )
+        return self._communicator
 
     @property
     def _model_name(self) -> str:

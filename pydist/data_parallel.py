@@ -357,7 +357,7 @@ class DataParallel(JoinSurface, HookSurface):
         if self.process_group != default_group():
             raise RuntimeError("DataParallel can be copied or pickled with the default group only")
         state = dict(self.__dict__)
-        for live in ("process_group", "_engine", "_watch", "_membership"):
+        for live in ("process_group", "_engine", "_watch", "_membership", "_communicator"):
             state.pop(live, None)
         state["_join_config"] = _JoinConfig.construct_disabled_join_config()
         state["_reducer"] = state["logger"] = None

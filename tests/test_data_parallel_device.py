@@ -2,6 +2,7 @@
 what waits on the host and what does not, and records that ranks read a step later.
 """
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pydist
-from emulated import current_stream, emulated_pool, make_torch_stream
+from emulated import Graph, call, call_for, current_stream, emulated_pool, make_torch_stream
 from models import OneUnused, TwoHeads, mlp, wavy_loss
 from pydist import DataParallel
 from ranks import get_pool
@@ -36,6 +37,45 @@ def step_of_both(model: nn.Module, expected: OneProcess, rank: int, step: int) -
     output_loss(model, rank, step).backward()
     expected.backward(output_loss, step)
     assert_reduced(model, expected)
+
+
+def steady_step(rank: int, size: int, options: dict[str, Any]) -> dict[str, int]:
+    """What one step does once everything is made."""
+    torch.manual_seed(1)
+    model = DataParallel(make_mlp(), algorithm="nccl", **options)
+    output_loss(model, rank, 0).backward()
+    set_up_s = model._reducer.counters()["wait_s"]  # in the first round ranks meet in the Store
+    for step in range(1, 3):
+        model.zero_grad()
+        output_loss(model, rank, step).backward()
+    model.zero_grad()
+    before, calls = num_launches(), communicator_calls(model)
+    output_loss(model, rank, 3).backward()
+    units = model._reducer.units()
+    return {
+        "launches": num_launches() - before,
+        "calls": communicator_calls(model) - calls,
+        "buckets": sum(not alone for alone, _, _ in units),
+        "alone": sum(alone for alone, _, _ in units),
+        "waited": model._reducer.counters()["wait_s"] != set_up_s,
+    }
+
+
+def num_launches() -> int:
+    return int(call_for(ctypes.c_uint64, "num_launches"))
+
+
+def communicator_calls(model: Any) -> int:
+    return int(model._communicator.counters()["num_calls"])
+
+
+def test_a_step_launches_two_kernels_a_bucket_and_waits_for_nothing() -> None:
+    for counted in emulated_pool(2).run(steady_step, {"bucket_cap_mb": SMALL_BUCKETS}):
+        assert counted["buckets"] == 1
+        assert counted["alone"] == 3
+        assert counted["launches"] == 2 * counted["buckets"]
+        assert counted["calls"] == counted["buckets"] + counted["alone"] + 1  # the records
+        assert not counted["waited"]
 
 
 class OddShapes(nn.Module):
@@ -136,8 +176,6 @@ def several_streams(rank: int, size: int, views: bool) -> None:
 
 
 def _switch(stream: int) -> Any:
-    from emulated import call
-
     def hook(_: Tensor) -> None:
         call("set_current_stream", stream)
 
@@ -171,7 +209,8 @@ def train_on_wire(rank: int, size: int, wire: str, views: bool) -> None:
         assert_same_on_all_ranks(gradients(model))
         pairs = zip(module.parameters(), expected.module.parameters(), strict=True)
         for found, exact in pairs:
-            assert found.grad is not None and exact.grad is not None
+            assert found.grad is not None
+            assert exact.grad is not None
             error = (found.grad - exact.grad).abs().max()
             assert error <= TOLERANCES[wire] * exact.grad.abs().max()
             assert error > 0 or exact.grad.numel() < 8  # it did travel in the narrow type
@@ -254,14 +293,17 @@ def freeze_on_one_rank(rank: int, size: int, whole_unit: bool) -> str:
 
 def test_a_parameter_that_is_frozen_on_one_rank_only() -> None:
     for text in emulated_pool(2).run(freeze_on_one_rank, False):
-        assert "0.bias" in text and "requires_grad=" in text
-        assert "rank 0" in text and "rank 1" in text
+        assert "0.bias" in text
+        assert "requires_grad=" in text
+        assert "rank 0" in text
+        assert "rank 1" in text
 
 
 def test_a_unit_that_is_frozen_on_one_rank_only() -> None:
     """Nothing is reduced then: units would be mixed up."""
     for text in emulated_pool(2, PYDIST_TIMEOUT_S="3").run(freeze_on_one_rank, True):
-        assert "rank 1" in text and "waited 3.0 s for rank 0" in text.replace("3 s", "3.0 s")
+        assert "rank 1" in text
+        assert "waited 3.0 s for rank 0" in text.replace("3 s", "3.0 s")
         assert "which parameters are trainable" in text
 
 
@@ -312,12 +354,11 @@ def record_late(rank: int, size: int) -> tuple[list[int], float]:
 def test_a_rank_that_uses_everything_does_not_wait_for_the_others() -> None:
     (unused0, waited0), (unused1, waited1) = emulated_pool(2).run(record_late)
     assert unused0 == unused1 == [1, 1]
-    assert waited1 > 0 and waited0 < waited1
+    assert waited1 > 0
+    assert waited0 < waited1
 
 
 def capture(rank: int, size: int, options: dict[str, Any]) -> None:
-    from emulated import Graph
-
     torch.manual_seed(1)
     module = make_mlp()
     model = DataParallel(module, bucket_cap_mb=SMALL_BUCKETS, **options)
@@ -347,8 +388,6 @@ def test_a_captured_step_is_replayed(options: dict[str, Any]) -> None:
 
 
 def capture_what_needs_the_others(rank: int, size: int) -> str:
-    from emulated import Graph
-
     model = DataParallel(OneUnused(), find_unused_parameters=True)
     model(draw(rank, 0, 2, 10)).sum().backward()
 
@@ -361,7 +400,8 @@ def capture_what_needs_the_others(rank: int, size: int) -> str:
 
 def test_a_capture_refuses_unused_parameters() -> None:
     for text in emulated_pool(2).run(capture_what_needs_the_others):
-        assert "net1.weight was not used" in text and "CUDA graph" in text
+        assert "net1.weight was not used" in text
+        assert "CUDA graph" in text
 
 
 def raise_in_backward(rank: int, size: int) -> str:
@@ -384,7 +424,8 @@ def raise_in_backward(rank: int, size: int) -> str:
 def test_a_rank_that_raises_in_backward() -> None:
     texts = emulated_pool(2).run(raise_in_backward)
     assert "minus one" in texts[0]
-    assert "rank 0" in texts[1] and "raised in backward" in texts[1]
+    assert "rank 0" in texts[1]
+    assert "raised in backward" in texts[1]
 
 
 def buffers_of_the_first_rank(rank: int, size: int) -> None:
@@ -413,7 +454,8 @@ def sparse_is_refused(rank: int, size: int) -> str:
 
 def test_sparse_gradients_are_refused() -> None:
     for text in emulated_pool(2).run(sparse_is_refused):
-        assert "parameter weight" in text and "sparse=False" in text
+        assert "parameter weight" in text
+        assert "sparse=False" in text
 
 
 def ask_on_the_cpu(rank: int, size: int, options: dict[str, Any]) -> str:
@@ -426,5 +468,3 @@ def ask_on_the_cpu(rank: int, size: int, options: dict[str, Any]) -> str:
 def test_what_only_devices_have_is_refused_on_the_cpu(options: dict[str, Any]) -> None:
     for text in get_pool(1).run(ask_on_the_cpu, options):
         assert next(iter(options)) in text
-
-

@@ -207,8 +207,7 @@ const std::vector<RoundRecord>& HookRound::end(const RoundRecord& mine) {
 bool HookRound::end_unanswered(const RoundRecord& mine) {
   if (!inner_->answers_late()) return false;
   wait_for_hook(true);
-  return error_ == nullptr &&
-         inner_->end_unanswered(resized(mine, options_.num_parameters + 1));
+  return error_ == nullptr && inner_->end_unanswered(resized(mine, options_.num_parameters + 1));
 }
 
 // Who raised alone has told the others by itself.

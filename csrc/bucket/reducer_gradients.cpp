@@ -137,8 +137,7 @@ void Reducer::write_unit(const Parameter& parameter, const at::Tensor& gradient)
 at::Tensor Reducer::read_unit(const Parameter& parameter) const {
   if (!narrowed(parameter)) return like_unit(parameter, member_memory(parameter));
   at::Tensor values = like_unit(parameter, nullptr);
-  round_->copy(parameter.unit, CopyDirection::kFromUnit,
-               {from_unit(parameter, values.data_ptr())});
+  round_->copy(parameter.unit, CopyDirection::kFromUnit, {from_unit(parameter, values.data_ptr())});
   return values;
 }
 
