@@ -38,7 +38,6 @@ def files(*patterns: str, within: Path = CSRC) -> list[Path]:
     return sorted(path for pattern in patterns for path in within.rglob(pattern))
 
 
-
 class WithoutTorch(build_ext):
     """Stands in for the build where torch is missing."""
 

@@ -18,10 +18,10 @@ cudaError_t taken(cudaError_t status) {
   return status;
 }
 
-template <class... Args>
+template <class ErrorType = Error, class... Args>
 void check(cudaError_t status, const Args&... call) {
-  PYDIST_CHECK(taken(status) == cudaSuccess, Error, call..., " failed: ",
-               cudaGetErrorString(status), " (", cudaGetErrorName(status), ")");
+  PYDIST_CHECK(taken(status) == cudaSuccess, ErrorType, call...,
+               " failed: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")");
 }
 
 cudaStream_t stream_of(Stream stream) { return static_cast<cudaStream_t>(stream); }
@@ -118,10 +118,8 @@ void* CudaRuntime::allocate(size_t nbytes) {
     c10::cuda::CUDACachingAllocator::emptyCache();
     status = taken(cudaMalloc(&memory, nbytes));
   }
-  PYDIST_CHECK(status != cudaErrorMemoryAllocation, ResourceError, "device ", current_device(),
-               " has no ", nbytes,
-               " bytes of memory left; use smaller micro-batches or smaller buckets");
-  check(status, "cudaMalloc of ", nbytes, " bytes");
+  check<ResourceError>(status, "cudaMalloc of ", nbytes,
+                       " bytes (smaller micro-batches or buckets need less)");
   return memory;
 }
 
@@ -133,11 +131,8 @@ void CudaRuntime::deallocate(void* memory) noexcept {
 void* CudaRuntime::allocate_pinned(size_t nbytes) {
   const RelaxedCapture relaxed;
   void* memory = nullptr;
-  const cudaError_t status = taken(cudaMallocHost(&memory, nbytes));
-  PYDIST_CHECK(status != cudaErrorMemoryAllocation, ResourceError,
-               "the host has no ", nbytes,
-               " bytes of memory that can be pinned; raise `ulimit -l` or the container's memory");
-  check(status, "cudaMallocHost of ", nbytes, " bytes");
+  check<ResourceError>(cudaMallocHost(&memory, nbytes), "cudaMallocHost of ", nbytes,
+                       " bytes (what the container's memory and `ulimit -l` allow)");
   return memory;
 }
 
