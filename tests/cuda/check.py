@@ -69,7 +69,8 @@ def last_line(text: str) -> str:
 def build() -> str:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-v")
     options = ("--no-build-isolation", "--no-deps", "--force-reinstall")
-    variables = {"PYDIST_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ARCHITECTURES, "MAX_JOBS": "2"}
+    variables = {"PYDIST_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ARCHITECTURES}
+    variables["MAX_JOBS"] = os.environ.get("MAX_JOBS", str(os.cpu_count()))  # ninja takes two more
     output = run(*pip, *options, ROOT, timeout_s=1800, **variables)
     warnings = [line for line in output.splitlines() if "csrc/" in line and "warning" in line]
     if warnings:
