@@ -62,6 +62,7 @@ ReducerOptions reducer_options(const py::dict& settings) {
   options.average_sparse =
       callback<const std::vector<at::Tensor>&, int, bool, bool>(settings["average_sparse"]);
   options.unused_is_error = settings["unused_is_error"].cast<bool>();
+  options.reduces_alone = settings.contains("reduces_alone");
   return options;
 }
 
