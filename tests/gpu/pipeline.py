@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Callable
 
-import pydist
 import torch
 from place import Place
 from rows import Rows
 from torch import Tensor, nn
 from world import lone_group
+
+import pydist
 
 NUM_MICROBATCHES = 4
 BATCH_SIZE = 10  # which four do not divide

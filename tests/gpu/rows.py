@@ -54,34 +54,40 @@ class Rows:
         with self._path.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(case)) + "\n")
 
-    def expect_close(self, found: Tensor, expected: Tensor, tolerance: float) -> None:
-        """Every element within `tolerance` of the expected one, relative to it and to the largest.
+    def expect_close(
+        self, found: Tensor, expected: Tensor, relative: float, absolute: float | None = None
+    ) -> None:
+        """Every element as near as that; `absolute` is `relative` of the largest if not given.
 
         NaN has to meet NaN, and infinity the same one.
         """
         if self._planted == self._check:
             found = with_one_changed(found)
-        problem = difference(found, expected, tolerance)
+        problem = difference(found, expected, relative, absolute)
         if problem is not None:
             raise AssertionError(problem)
 
     def expect_equal(self, found: Tensor, expected: Tensor) -> None:
         """The same bits, but for those of a NaN."""
-        self.expect_close(found, expected, 0.0)
+        self.expect_close(found, expected, 0.0, 0.0)
 
 
-def difference(found: Tensor, expected: Tensor, tolerance: float) -> str | None:
-    """What is wrong, in words: where the worst element is, and what it should be."""
+def difference(
+    found: Tensor, expected: Tensor, relative: float, absolute: float | None = None
+) -> str | None:
+    """What is wrong, in words: where the first wrong element is, and what it should be."""
     if found.shape != expected.shape:
         return f"found shape {tuple(found.shape)}, expected {tuple(expected.shape)}"
     if found.numel() == 0:
         return None
     found, expected = found.detach().double().flatten(), expected.detach().double().flatten()
+    if absolute is None:
+        absolute = relative * float(torch.where(expected.isfinite(), expected, 0).abs().max())
     usual = expected.isfinite() & found.isfinite()
-    largest = torch.where(expected.isfinite(), expected, 0).abs().max()
-    allowed = tolerance * (expected.abs() + largest)
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    good = same | (usual & ((found - expected).abs() <= allowed))
+    same = (found == expected) & (found.signbit() == expected.signbit())
+    near = usual & ((found - expected).abs() <= relative * expected.abs() + absolute)
+    near &= bool(relative or absolute)
+    good = same | near | (found.isnan() & expected.isnan())
     num_wrong = int((~good).sum())
     if num_wrong == 0:
         return None

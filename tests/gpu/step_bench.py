@@ -7,9 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import pydist
 import torch
-from gpt_model import Gpt, ModelSize
 from place import Place
 from rows import Rows
 from torch import Tensor, nn
@@ -17,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from world import AloneDataParallel, lone_group
 
+import pydist
 from bench import gpu
 from bench.record import Case
 from bench.sampling import interleaved
+from gpt_model import Gpt, ModelSize
 
 # Twelve layers of width 768, as GPT-2; the vocabulary makes it 125M with a head of its own.
 FULL = ModelSize(width=768, num_layers=12, num_heads=12, context=1024)

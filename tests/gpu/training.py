@@ -5,12 +5,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import pydist
 import torch
 from place import Place
 from rows import Rows
 from torch import Tensor, nn
 from world import AloneDataParallel, lone_group
+
+import pydist
 
 NUM_STEPS = 4
 BATCH_SIZE = 24

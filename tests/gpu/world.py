@@ -5,9 +5,10 @@ import datetime
 from collections.abc import Iterator
 from typing import Any
 
-import pydist
 import torch.distributed as dist
 from place import Place
+
+import pydist
 
 GROUP_TIMEOUT_S = 40
 
