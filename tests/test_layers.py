@@ -47,8 +47,8 @@ TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2|pybind11|Python\.h)")
 # The lowest first; modules of one line do not import each other.
 PYTHON_LAYERS = [
     {"_version", "errors", "_build_info"},
-    {"_import_checks", "_C", "_schedule_plot"},
-    {"schedule"},
+    {"_import_checks", "_C", "_cuda", "_schedule_plot"},
+    {"_device", "schedule"},
     {"_process_group"},
     {"_engine"},
     {

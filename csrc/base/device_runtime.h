@@ -39,7 +39,8 @@ class DeviceRuntime {
 
   virtual int current_device() = 0;
   virtual void set_current_device(int device) = 0;
-  virtual int num_processors() = 0;  // of the current device: a grid of twice as many blocks is full
+  virtual int
+  num_processors() = 0;  // of the current device: a grid of twice as many blocks is full
 
   virtual Stream current_stream() = 0;  // torch's, of this thread
   // Does not wait for the default stream; of the highest priority.
@@ -69,6 +70,10 @@ class DeviceRuntime {
   virtual void launch(const Kernel& kernel, const void* arguments, int num_blocks,
                       Stream stream) = 0;
 };
+
+// What the module that has one calls the capsule in which it hands it over. With another interface
+// this is another name, so that modules of different builds refuse each other.
+constexpr const char* kDeviceRuntimeCapsule = "pydist.DeviceRuntime.1";
 
 // The one that was registered, or null. Set once, when its module is imported.
 DeviceRuntime* device_runtime();
