@@ -94,6 +94,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_testing_channel(module);
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);
+  bind_testing_launch(testing);
   install_recompute_check();
   bind_pipeline(module);
 }
