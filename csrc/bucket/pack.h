@@ -17,6 +17,11 @@ struct PackItem {
   void* target = nullptr;
   DType to = DType::kUInt8;
   int64_t num_elements = 0;
+
+  bool operator==(const PackItem& other) const {
+    return source == other.source && from == other.from && target == other.target &&
+           to == other.to && num_elements == other.num_elements;
+  }
 };
 
 void pack(const PackItem& item);
