@@ -4,50 +4,15 @@ import itertools
 import math
 from collections.abc import Iterator
 
+import packs
 import torch
 from place import Place
 from rows import Rows
 from segments import FLOAT8, FLOAT8_BLOCK, TYPES, Segments, decoded, name_of
 from torch import Tensor
+from values import LARGE_LENGTH, LENGTHS, eps, tiny, values, with_specials
 
-# Lengths that end before, at and after a vector, a warp's work, a block of float8, a tile.
-LENGTHS = (0, 1, 2, 3, 7, 8, 9, 31, 127, 128, 129, 1000, 4095, 4097, 33_333)
-LARGE_LENGTH = 2**24 + 5  # on a GPU also this
 OFFSETS = (0, 1, 3)  # of a buffer's begin, in elements
-
-
-def eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
-
-
-def tiny(dtype: torch.dtype) -> float:
-    """Half a step between denormal numbers: what rounding may do near zero."""
-    return float(torch.finfo(dtype).smallest_normal) * eps(dtype)
-
-
-def values(place: Place, length: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Over many orders of magnitude, of which some leave the range of half types."""
-    generator = torch.Generator(place.device).manual_seed(seed)
-    options = {"generator": generator, "device": place.device, "dtype": torch.float64}
-    mantissas = torch.randn(length, **options)
-    exponents = torch.rand(length, **options) * 30 - 15
-    return (mantissas * torch.exp2(exponents)).to(dtype)
-
-
-SPECIALS = (
-    *(0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 65504.0, 65520.0, 3.4e38),
-    *(2.0**-24, 2.0**-25, 3 * 2.0**-26, 2.0**-133, 2.0**-134, 2.0**-149, 1 + 2.0**-8, 1 + 2.0**-11),
-)
-
-
-def with_specials(place: Place, length: int, dtype: torch.dtype, seed: int) -> Tensor:
-    tensor = values(place, length, dtype, seed)
-    specials = torch.tensor(SPECIALS, dtype=torch.float64, device=place.device).to(dtype)
-    step = 3  # so that they fall on all places of a vector
-    places = tensor[::step]
-    count = min(len(specials), len(places))
-    places[:count] = specials[:count]
-    return tensor
 
 
 def lengths(place: Place) -> Iterator[int]:
@@ -146,6 +111,7 @@ def check_float8_sums(place: Place, rows: Rows, target: torch.dtype) -> None:
 
 
 def run(place: Place, rows: Rows) -> None:
+    packs.run(place, rows)
     for source, target in itertools.product(TYPES, TYPES):
         pair = f"{name_of(source)} to {name_of(target)}"
         with rows.check(f"reduce, {pair}: one segment is torch's cast"):

@@ -25,6 +25,7 @@ TOTAL_S = 8 * 60
 
 def measure(options: argparse.Namespace, folder: Path) -> Record:
     place = Place(options.emulate)
+    place.prepare()
     machine, versions = environment.describe(place, folder)
     cases: list[Case] = []
     deadline = time.monotonic() + TOTAL_S

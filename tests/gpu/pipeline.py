@@ -115,7 +115,7 @@ def captured(place: Place, rows: Rows) -> None:
         inputs.copy_(new_inputs)
         target.copy_(new_target)
         replay()
-        place.synchronize()
+        place.settle()
         expected = plain_step(plain, new_inputs, new_target)
         expect_same(rows, made[0], plain, (losses[0].cpu(), expected.cpu()))
 

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,9 +24,17 @@ class Skip(Exception):
 class Rows:
     """Writes every row at once, so that a section that dies or hangs keeps those before."""
 
-    def __init__(self, section: str, path: Path, planted: str | None = None) -> None:
+    def __init__(
+        self,
+        section: str,
+        path: Path,
+        planted: str | None = None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`settle` raises what the device has run into."""
         self.section = section
         self._path = path
+        self._settle = settle
         self._planted = planted
         self._check = ""
 
@@ -38,8 +46,7 @@ class Rows:
         started_s = time.perf_counter()
         try:
             yield
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # what the device runs into belongs to this row
+            self._settle()  # what the device runs into belongs to this row
         except Skip as reason:
             outcome, detail = "skipped", str(reason)
         except Exception as error:

@@ -33,6 +33,7 @@ class Section:
     name: str
     limit_s: float
     emulated_limit_s: float = 60.0
+    enters: bool = True  # else it forks processes that use the device, and does not itself
 
     def limit(self, place: Place) -> float:
         return self.emulated_limit_s if place.emulated else self.limit_s
@@ -46,7 +47,7 @@ SECTIONS = (
     Section("pipeline", 50),
     Section("pack_bench", 60),
     Section("step_bench", 100),
-    Section("two_ranks", 50),
+    Section("two_ranks", 50, enters=False),
 )
 
 
@@ -113,8 +114,11 @@ def run_section(
 
     def run() -> None:
         faulthandler.dump_traceback_later(max(1.0, limit_s - STACKS_BEFORE_S), exit=False)
-        place.enter()
-        importlib.import_module(section.name).run(place, Rows(section.name, path, planted))
+        module = importlib.import_module(section.name)
+        if section.enters:
+            place.enter()
+        settle = place.settle if section.enters else lambda: None
+        module.run(place, Rows(section.name, path, planted, settle))
 
     started_s = time.monotonic()
     process = fork(run, log)

@@ -2,17 +2,13 @@
 
 import dataclasses
 import gc
-import json
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from place import Place
+from profiling import launches
 from rows import Rows
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 from world import AloneDataParallel, lone_group
 
 import pydist
@@ -93,26 +89,6 @@ def fitting_batch(place: Place, trainee: Trainee) -> tuple[Tensor, Tensor]:
         if 3 * peak_nbytes > torch.cuda.get_device_properties(0).total_memory:
             return batch
         num_sequences *= 2
-
-
-def launches(place: Place, run: Callable[[], object]) -> tuple[int, int]:
-    """Kernels; and copies and fills, that one call makes the device do, by torch's profiler."""
-    run()
-    place.synchronize()
-    activities = [ProfilerActivity.CPU]
-    if not place.emulated:
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as recorded:
-        run()
-        place.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(errors="replace"))["traceEvents"]
-    kinds = [event.get("cat") for event in events if event.get("ph") == "X"]
-    if place.emulated:  # no kernels there: operations show at least that something was recorded
-        return kinds.count("cpu_op"), 0
-    return kinds.count("kernel"), kinds.count("gpu_memcpy") + kinds.count("gpu_memset")
 
 
 def first_gradients(trainee: Trainee, batch: tuple[Tensor, Tensor]) -> list[Tensor]:

@@ -177,7 +177,7 @@ def captured(place: Place, rows: Rows) -> None:
         static.copy_(batch(place, step, training.dtype))
         replay()
         one_step(plain, batch(place, step, training.dtype), training)
-        place.synchronize()
+        place.settle()
         expect_same_gradients(rows, model, plain, training.tolerance)
 
 
