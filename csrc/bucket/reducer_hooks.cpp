@@ -216,6 +216,11 @@ std::vector<at::Tensor> Reducer::parameters() const {
 void Reducer::prepare(bool synchronize) {
   try {
     hook_parameters();
+    if (synchronize) read_late_records();
+  } catch (const MismatchError& error) {
+    last_error_ = error.what();
+    round_->fail(error.what());
+    throw;
   } catch (const UsageError& error) {
     // Peers would wait for this rank's backward.
     const UsageError with_rank = named(error);
