@@ -4,7 +4,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, ClassVar
 
-from torch import Tensor, dtype
+from torch import Tensor, device, dtype
 from torch._C._distributed_c10d import ProcessGroup, Store
 
 testing: ModuleType
@@ -122,6 +122,8 @@ class Channel:
         name: str,
         ring_nbytes: int = 0,
         max_lent_nbytes: int | None = None,
+        device: device | None = None,
+        links: list[tuple[int, int]] = ...,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
@@ -249,6 +251,7 @@ class StageContext:
         training: bool,
         base_seed: int | None,
         data_parallel_rank: int,
+        device: device | None,
     ) -> None: ...
     def __enter__(self) -> StageContext: ...
     def __exit__(self, *args: object) -> None: ...
@@ -279,6 +282,7 @@ class PipelineExecutor:
         portals: list[tuple[int, str, int, int]],
         base_seed: int | None,
         data_parallel_rank: int,
+        device: device | None,
     ) -> None: ...
     def run(
         self,
@@ -291,5 +295,5 @@ class PipelineExecutor:
         python: dict[str, Any],
     ) -> Any: ...
     def refuse(self, kind: StepKind, cause: str) -> None: ...
-    def record(self, on: bool) -> None: ...
+    def record(self, on: bool, waits_for_device: bool = False) -> None: ...
     def records(self) -> list[tuple[str, int, int, int]]: ...
