@@ -37,6 +37,18 @@ class Rows:
         self._settle = settle
         self._planted = planted
         self._check = ""
+        self._rank = 0
+        self._raises = False
+
+    def of_rank(self, rank: int, settle: Callable[[], None]) -> "Rows":
+        """For a process of its own, which ends at its first failure: the others wait for it.
+
+        Only the first rank tells what has passed.
+        """
+        rows = Rows(self.section, self._path, self._planted, settle)
+        rows._rank = rank
+        rows._raises = True
+        return rows
 
     @contextlib.contextmanager
     def check(self, name: str) -> Iterator[None]:
@@ -52,7 +64,13 @@ class Rows:
         except Exception as error:
             traceback.print_exc()
             outcome, detail = "failed", f"{type(error).__name__}: {error}"
-        self.add(name, outcome, time.perf_counter() - started_s, detail)
+        seconds = time.perf_counter() - started_s
+        if self._rank == 0:
+            self.add(name, outcome, seconds, detail)
+        elif outcome == "failed":
+            self.add(f"{name} (rank {self._rank})", outcome, seconds, detail)
+        if outcome == "failed" and self._raises:
+            raise SystemExit(1)
 
     def add(self, name: str, outcome: str, seconds: float, detail: str) -> None:
         self.add_case(check_case(self.section, name, outcome, seconds, detail))

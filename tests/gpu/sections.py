@@ -74,6 +74,10 @@ class Fork:
         os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
     def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-LOG_TAIL_LENGTH:]
 

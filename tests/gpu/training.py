@@ -91,12 +91,15 @@ TRAININGS = (
 )
 
 
-def make_models(place: Place, training: Training) -> tuple[nn.Module, nn.Module]:
-    """A wrapped model and a plain one with the same weights."""
+def make_plain(place: Place, training: Training) -> nn.Module:
     torch.manual_seed(0)
     plain = training.make_model().to(place.device)
-    if training.dtype is not None:
-        plain = plain.to(training.dtype)
+    return plain if training.dtype is None else plain.to(training.dtype)
+
+
+def make_models(place: Place, training: Training) -> tuple[nn.Module, nn.Module]:
+    """A wrapped model and a plain one with the same weights."""
+    plain = make_plain(place, training)
     model = AloneDataParallel(copy.deepcopy(plain), **training.arguments)
     return model, plain
 

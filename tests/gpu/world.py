@@ -25,11 +25,14 @@ def make_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
 
 
-def join_group(place: Place, store: dist.Store, rank: int, size: int) -> None:
+def join_group(
+    place: Place, store: dist.Store, rank: int, size: int, backend: str | None = None
+) -> None:
+    backend = backend or place.backend
     timeout = datetime.timedelta(seconds=GROUP_TIMEOUT_S)
-    options: dict[str, Any] = {} if place.emulated else {"device_id": place.device}
+    options: dict[str, Any] = {"device_id": place.device} if backend == "nccl" else {}
     dist.init_process_group(
-        place.backend, store=store, rank=rank, world_size=size, timeout=timeout, **options
+        backend, store=store, rank=rank, world_size=size, timeout=timeout, **options
     )
 
 
