@@ -61,8 +61,8 @@ Function find(void* library, const char* name) {
 }
 
 void load_device(const std::string& path) {
-  PYDIST_CHECK(device_runtime() == nullptr, UsageError, "this process has a device already: ",
-               device_runtime()->name());
+  PYDIST_CHECK(device_runtime() == nullptr, UsageError,
+               "this process has a device already: ", device_runtime()->name());
   void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
   PYDIST_CHECK(library != nullptr, UsageError, ::dlerror());
   tell_allocated = find<Allocated>(library, "pydist_emulated_allocated");
