@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 # The sources that know nothing of torch; everything here also runs under the sanitizers.
 PURE_SOURCES := $(wildcard csrc/base/*.cpp) \
 	$(filter-out csrc/transport/c10d_store.cpp,$(wildcard csrc/transport/*.cpp)) \
-	$(wildcard csrc/collective/*.cpp) \
+	$(wildcard csrc/collective/*.cpp csrc/collective/device_kernels/*.cpp) \
 	$(wildcard csrc/bucket/layout.cpp csrc/bucket/pack.cpp csrc/bucket/shared_round.cpp) \
 	$(addprefix csrc/pipeline/,action.cpp arena_blocks.cpp builders.cpp builders_forward.cpp \
 	  builders_looped.cpp \
