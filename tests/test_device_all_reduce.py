@@ -179,12 +179,13 @@ def test_means_are_those_of_the_definition(
             assert same_bits(mean, slices_mean(contributions, on_wire, size))
         elif algorithm == "ring":
             assert same_bits(mean, ring_mean(contributions, on_wire, size))
+        if count == 0:
+            continue
         exact = torch.stack([c.double() for c in contributions]).sum(0) / size
         bound = error_bound(algorithm, contributions, on_wire) / size
         if algorithm == "nccl":  # divides first, adds in the type
             bound += 2 * size * UNITS[dtype] * exact.abs() + (dtype == torch.float16) * 2.0**-24
-        if count > 0:
-            assert ((mean.double() - exact).abs() <= bound).all()
+        assert ((mean.double() - exact).abs() <= bound).all()
 
 
 # ---- Extremes
