@@ -25,7 +25,9 @@ SOURCES = sorted(
     str(path) for path in Path("csrc").rglob("*.cpp") if not path.name.endswith("_test.cpp")
 )
 # Headers too: distutils looks at this list before it asks ninja what has to be compiled.
-DEPENDS = sorted(str(path) for pattern in ("*.h", "*.inl") for path in Path("csrc").rglob(pattern))
+DEPENDS = sorted(
+    str(path) for pattern in ("*.h", "*.cuh", "*.inl") for path in Path("csrc").rglob(pattern)
+)
 
 
 class WithoutTorch(build_ext):

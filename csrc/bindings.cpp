@@ -88,6 +88,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_collective(module);
   bind_device(module);
   bind_nccl(module);
+  bind_device_all_reduce(module);
   bind_reducer(module);
   bind_schedule(module);
   bind_stage(module);
@@ -96,6 +97,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);
   bind_testing_device(testing);
+  bind_testing_kernels(testing);
   install_recompute_check();
   bind_pipeline(module);
 }

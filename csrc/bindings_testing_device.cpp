@@ -30,7 +30,9 @@ struct Block {
   Stream stream = nullptr;
 
   Block(c10::DataPtr memory, size_t size) : data(std::move(memory)), nbytes(size) {}
-  ~Block() { tell_freed(data.get(), nbytes, stream); }
+  ~Block() {
+    if (data.get() != nullptr) tell_freed(data.get(), nbytes, stream);
+  }
 };
 
 // Tells the device of the memory that tensors get and give back, as CUDA's caching allocator would

@@ -15,6 +15,8 @@ CPP_LAYERS = ["base", "transport", "collective", "bucket", "pipeline", "bindings
 # Files of the pure layers that may know torch, and files of other layers that may not.
 WITH_TORCH_IN_PURE_LAYERS = {"transport/c10d_store.h", "transport/c10d_store.cpp"}
 PURE_IN_OTHER_LAYERS = [
+    "bucket/copy_tiles",
+    "bucket/device_pack",
     "bucket/layout",
     "bucket/round",
     "bucket/round_stats",
@@ -49,7 +51,7 @@ PYTHON_LAYERS = [
     {"_version", "errors", "_build_info"},
     {"_import_checks", "_C", "_cuda", "_schedule_plot"},
     {"_device", "schedule"},
-    {"_process_group"},
+    {"_process_group", "_torch_groups"},
     {"_engine"},
     {
         "_advice",

@@ -114,6 +114,10 @@ int emulation_hold(int holds) {
   return guarded([&] { device().hold(holds != 0); });
 }
 
+int emulation_num_launches(uint64_t* count) {
+  return guarded([&] { *count = num_launches(); });
+}
+
 const char* emulation_take_faults() {
   static thread_local std::string text;
   text.clear();
@@ -136,8 +140,7 @@ int emulation_begin_capture(void* stream) {
 int emulation_end_capture(void* stream, void** graph) {
   return guarded([&] {
     // Graphs are few, and stay.
-    *graph = new std::shared_ptr<Graph>(
-        device().end_capture(*device().stream(stream, "capture")));
+    *graph = new std::shared_ptr<Graph>(device().end_capture(*device().stream(stream, "capture")));
   });
 }
 
