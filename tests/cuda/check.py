@@ -26,7 +26,7 @@ CPU_TESTS = [
     "test_cuda_build.py",
     "test_collectives.py",
     "test_data_parallel_gradients.py",
-    "test_pipeline_messages.py",
+    "test_pipeline_hand_over.py",
 ]
 IMPORT = """
 import torch, pydist
