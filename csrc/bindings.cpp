@@ -16,6 +16,8 @@ namespace py = pybind11;
 
 namespace pydist {
 
+void bind_device_all_reduce(pybind11::module_& module);  // TEMP
+
 namespace {
 
 void raise_as(const char* name, const std::exception& error) {
@@ -86,6 +88,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("arena_usage", &arena_usage,
              "Bytes of this process's arena: used, committed, capacity.");
   bind_collective(module);
+  bind_nccl(module);
+  bind_device_all_reduce(module);
   bind_reducer(module);
   bind_schedule(module);
   bind_stage(module);
@@ -96,6 +100,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_testing_cut(testing);
   bind_testing_device(testing);
   bind_testing_kernels(testing);
+  bind_testing_launch(testing);
   install_recompute_check();
   bind_pipeline(module);
 }

@@ -24,6 +24,8 @@ struct PackItem {
   }
 };
 
+enum class CopyDirection : uint8_t { kToUnit, kFromUnit };
+
 void pack(const PackItem& item);
 void pack(const std::vector<PackItem>& items);
 

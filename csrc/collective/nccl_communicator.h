@@ -54,8 +54,11 @@ class NcclCommunicator {
   virtual std::string describe(int rank) const = 0;
   virtual Stream stream() const = 0;
 
-  // Memory that peers may reach directly, where NCCL's version can; zeroed, aligned to 512 bytes.
-  // Collective where is_registering(): all ranks, in the same order, of the same size.
+  // Memory that peers may reach directly, where NCCL's version can; zeroed, aligned to 512 bytes,
+  // on the communicator's and the caller's current stream. It keeps the communicator, and is freed
+  // once these two streams are past what was enqueued when it was let go. Collective where
+  // is_registering(): all ranks, in the same order, of the same size. Raises UsageError while a
+  // graph is captured.
   virtual std::shared_ptr<void> allocate(size_t nbytes) = 0;
   virtual bool is_registering() const = 0;
 
@@ -64,6 +67,14 @@ class NcclCommunicator {
 
   // `what` says in messages what the call is for: "bucket 3 of DataParallel(GPT)". Counts are
   // elements; kMean divides by `divisor`, by size() where it is 0, and is of floating types.
+  //
+  // NCCL adds in the type itself, in an order of its own; a mean multiplies each element by
+  // 1/divisor, rounded to the type, before it adds. So a mean does not overflow where the elements
+  // do not. But elements that are subnormal after that lose bits (float32 below 2^-126 * divisor;
+  // float16 below 2^-14 * divisor, which gradients do reach), and in float16 and bfloat16 a divisor
+  // that is no power of two scales the whole result by the rounding of 1/divisor (up to 2^-9 in
+  // bfloat16). DeviceAllReduce has what avoids both. kMin and kMax need not propagate NaN. Raises
+  // UsageError for what NCCL cannot reduce: int16, product, min and max of complex numbers.
   virtual void all_reduce(const void* from, void* to, int64_t count, DType dtype, ReduceOp op,
                           int divisor, const std::string& what) = 0;
   // `count` per rank: `to` has that many, `from` size() times as many.
@@ -73,6 +84,12 @@ class NcclCommunicator {
                           const std::string& what) = 0;
   virtual void broadcast(void* data, int64_t count, DType dtype, int root,
                          const std::string& what) = 0;
+  // The same of many pieces of memory, as one call; empty ones are left out.
+  struct Piece {
+    void* data;
+    size_t nbytes;
+  };
+  virtual void broadcast(const std::vector<Piece>& pieces, int root, const std::string& what) = 0;
   // nbytes per pair of ranks.
   virtual void all_to_all(const void* from, void* to, size_t nbytes, const std::string& what) = 0;
   // Any number of messages that need each other, as one call; each pair of ranks sees its messages
@@ -85,13 +102,15 @@ class NcclCommunicator {
   };
   virtual void exchange(const std::vector<Transfer>& transfers, const std::string& what) = 0;
 
-  // Marks what has been enqueued so far.
+  // Marks what has been enqueued on stream() so far, calls or not. While a graph is captured, what
+  // was enqueued before.
   virtual uint64_t mark() = 0;
-  virtual bool is_done(uint64_t mark) = 0;
+  virtual bool is_done(uint64_t mark) = 0;  // also after a failure, when the device is through
   // Waits on the host, looking at signals and failures. Not while a graph is captured.
   virtual void wait(uint64_t mark) = 0;
 
-  // Raises PeerError or TimeoutError if the communicator has failed.
+  // Raises PeerError or TimeoutError if the communicator has failed (Error where this rank's own
+  // device or NCCL has), as all calls here do but is_done().
   virtual void check() = 0;
   // Tells all ranks, aborts. Never throws. For good.
   virtual void fail(const std::string& reason) noexcept = 0;

@@ -100,4 +100,7 @@ struct Api {
 // says what was looked for where it is missing, older than kOldestVersion, or lacks a function.
 const Api& api(const std::string& path = "");
 
+// From now on the library at `path` and no other, whatever is loaded: for tests. Before api().
+void use_library(const std::string& path);
+
 }  // namespace pydist::nccl
