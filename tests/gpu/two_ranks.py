@@ -1,6 +1,7 @@
 """Owns the checks with two ranks, both on one GPU where NCCL allows that."""
 
 import copy
+import faulthandler
 import os
 import time
 from collections.abc import Callable
@@ -84,6 +85,7 @@ def without_parameters_of_others(plain: nn.Module, model: nn.Module) -> nn.Modul
 
 
 def run_rank(place: Place, rows: Rows, port: int, rank: int) -> None:
+    faulthandler.dump_traceback_later(LIMIT_S - 3, exit=False)
     os.environ.update(ENVIRONMENT)
     place.enter()
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
