@@ -95,6 +95,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);
   bind_testing_launch(testing);
+  bind_testing_device(testing);
   install_recompute_check();
   bind_pipeline(module);
 }

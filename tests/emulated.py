@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import ranks
+from torch import Tensor
 
 HERE = Path(__file__).parent
 CSRC = HERE.parent / "csrc"
@@ -217,6 +218,51 @@ def held() -> Iterator[None]:
         yield
     finally:
         call("hold", False)
+
+
+# The device's seam, for tests of the emulation itself. Streams, events and memory by handle; the
+# stream 0 is the default one, which is the current one in these ranks.
+
+
+def make_stream() -> int:
+    return int(call_for(ctypes.c_void_p, "make_stream"))
+
+
+def make_event() -> int:
+    return int(call_for(ctypes.c_void_p, "make_event"))
+
+
+def record(event: int, stream: int) -> None:
+    call("record", event, stream)
+
+
+def wait(stream: int, event: int) -> None:
+    call("wait", stream, event)
+
+
+def is_complete(event: int) -> bool:
+    return bool(call_for(ctypes.c_int, "is_complete", event))
+
+
+def copy(target: Tensor, source: Tensor, stream: int) -> None:
+    call("copy", target.data_ptr(), source.data_ptr(), source.nbytes, stream)
+
+
+def fill_zero(target: Tensor, stream: int) -> None:
+    call("fill_zero", target.data_ptr(), target.nbytes, stream)
+
+
+def launch(
+    target: Tensor, source: Tensor, factor: float, stream: int, declares: bool = True
+) -> None:
+    """target = target * factor + source, of float32; its accesses may be kept secret."""
+    arguments = (target.data_ptr(), source.data_ptr(), ctypes.c_float(factor), target.numel())
+    call("launch", *arguments, declares, stream)
+
+
+def touch(actor: str, tensor: Tensor, writes: bool) -> None:
+    """Declares an access of the host's, or of torch's on the current stream ("host", "torch")."""
+    call("touch", actor, writes, tensor.data_ptr(), tensor.nbytes)
 
 
 class Graph:

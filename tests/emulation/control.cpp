@@ -41,6 +41,7 @@ struct FusedArguments {
   const float* from;
   float factor;
   size_t count;
+  bool declares;
 };
 
 void run_fused(const void* arguments, int) {
@@ -50,6 +51,7 @@ void run_fused(const void* arguments, int) {
 
 void visit_fused(const void* arguments, const VisitAccess& visit) {
   const auto& a = *static_cast<const FusedArguments*>(arguments);
+  if (!a.declares) return;
   visit(Access::kRead, a.from, a.count * sizeof(float));
   visit(Access::kRead, a.to, a.count * sizeof(float));
   visit(Access::kWrite, a.to, a.count * sizeof(float));
@@ -214,9 +216,10 @@ int emulation_fill_zero(void* memory, size_t nbytes, void* stream) {
   return guarded([&] { emulated_runtime().fill_zero(memory, nbytes, stream); });
 }
 
-int emulation_launch(float* to, const float* from, float factor, size_t count, void* stream) {
+int emulation_launch(float* to, const float* from, float factor, size_t count, int declares,
+                     void* stream) {
   return guarded([&] {
-    const FusedArguments arguments = {to, from, factor, count};
+    const FusedArguments arguments = {to, from, factor, count, declares != 0};
     emulated_runtime().launch(kFused, &arguments, 2, stream);
   });
 }

@@ -51,8 +51,9 @@ int emulation_allocate(const char* kind, size_t nbytes, void** memory);
 int emulation_deallocate(const char* kind, void* memory);
 int emulation_copy(void* to, const void* from, size_t nbytes, void* stream);
 int emulation_fill_zero(void* memory, size_t nbytes, void* stream);
-// to[i] = to[i] * factor + from[i], of float32.
-int emulation_launch(float* to, const float* from, float factor, size_t count, void* stream);
+// to[i] = to[i] * factor + from[i], of float32. With declares == 0 its accesses are kept secret.
+int emulation_launch(float* to, const float* from, float factor, size_t count, int declares,
+                     void* stream);
 }
 
 #pragma GCC visibility pop
