@@ -96,6 +96,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_testing_cut(testing);
   bind_testing_launch(testing);
   bind_testing_device(testing);
+  bind_testing_kernels(testing);
   install_recompute_check();
   bind_pipeline(module);
 }

@@ -17,6 +17,7 @@ void bind_testing_channel(pybind11::module_& module);
 void bind_testing_cut(pybind11::module_& testing);
 void bind_testing_launch(pybind11::module_& testing);
 void bind_testing_device(pybind11::module_& testing);
+void bind_testing_kernels(pybind11::module_& testing);
 void install_recompute_check();
 void bind_pipeline(pybind11::module_& module);  // after bind_testing
 

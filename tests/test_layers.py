@@ -17,6 +17,8 @@ SHARED_WITH_CUDA = ("base/", "collective/device_kernels/", "transport/nccl_api.h
 # Files of the pure layers that may know torch, and files of other layers that may not.
 WITH_TORCH_IN_PURE_LAYERS = {"transport/c10d_store.h", "transport/c10d_store.cpp"}
 PURE_IN_OTHER_LAYERS = [
+    "bucket/copy_tiles",
+    "bucket/device_pack",
     "bucket/layout",
     "bucket/round",
     "bucket/round_stats",

@@ -141,20 +141,19 @@ __host__ __device__ __forceinline__ void convert_groups(const CopyTile& tile, in
   const auto* source = static_cast<const typename From::Bits*>(tile.source) + begin;
   auto* target = static_cast<typename To::Bits*>(tile.target) + begin;
   for (int first = lane; first < num_groups; first += kAtOnce * kLanes) {
-    Packed<From, kGroup> loaded[kAtOnce] = {};
+    Packed<From, kGroup> loaded[kAtOnce];
     for (int u = 0; u < kAtOnce; ++u) {
       const int group = first + u * kLanes;
-      if (group < num_groups) loaded[u] = load_packed<From, kGroup>(source + group * kGroup);
+      if (group < num_groups) loaded[u].load(source + group * kGroup);
     }
     for (int u = 0; u < kAtOnce; ++u) {
       const int group = first + u * kLanes;
       if (group < num_groups) {
         Packed<To, kGroup> packed;
         for (int i = 0; i < kGroup; ++i) {
-          packed.bits[i] =
-              convert_element<From, To, kInspects>(loaded[u].bits[i], scale, inspection);
+          packed.set(i, convert_element<From, To, kInspects>(loaded[u].get(i), scale, inspection));
         }
-        store_packed<To, kGroup>(target + group * kGroup, packed);
+        packed.store(target + group * kGroup);
       }
     }
   }

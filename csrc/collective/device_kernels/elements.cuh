@@ -129,44 +129,49 @@ template <int kElement>
 using ElementAt =
     std::tuple_element_t<kElement, std::tuple<Float16, BFloat16, Float32, Float64, Float8>>;
 
-// `count` elements in the registers of a lane, as they lie in memory.
+// `kCount` elements in the registers of a lane, as they lie in memory. Kept as words: the compiler
+// would else give every element a register of its own as soon as it is loaded.
 template <class Element, int kCount>
-struct alignas(kVectorNbytes) Packed {
-  static constexpr int kNbytes = kCount * static_cast<int>(sizeof(typename Element::Bits));
-  static constexpr int kVectors = kNbytes / kVectorNbytes;
-  static_assert(kNbytes % kVectorNbytes == 0, "whole accesses");
-  typename Element::Bits bits[kCount];
+struct Packed {
+  using Bits = typename Element::Bits;
+  static constexpr int kBits = 8 * static_cast<int>(sizeof(Bits));
+  static constexpr int kVectors = kCount * kBits / (8 * kVectorNbytes);
+  static_assert(kCount * kBits % (8 * kVectorNbytes) == 0, "whole accesses");
+
+  __host__ __device__ __forceinline__ Bits get(int i) const {
+    if constexpr (kBits == 64) {
+      return static_cast<Bits>(word(2 * i)) | static_cast<Bits>(word(2 * i + 1)) << 32;
+    } else {
+      return static_cast<Bits>(word(i * kBits / 32) >> (i * kBits % 32));
+    }
+  }
+  // Of zeros, once per element.
+  __host__ __device__ __forceinline__ void set(int i, Bits bits) {
+    if constexpr (kBits == 64) {
+      word(2 * i) = static_cast<uint32_t>(bits);
+      word(2 * i + 1) = static_cast<uint32_t>(bits >> 32);
+    } else {
+      word(i * kBits / 32) |= static_cast<uint32_t>(bits) << (i * kBits % 32);
+    }
+  }
+  __host__ __device__ __forceinline__ void load(const Bits* from) {
+    for (int v = 0; v < kVectors; ++v) {
+      vectors[v] = load_aligned<Vector16>(reinterpret_cast<const char*>(from) + v * kVectorNbytes);
+    }
+  }
+  __host__ __device__ __forceinline__ void store(Bits* to) const {
+    for (int v = 0; v < kVectors; ++v) {
+      store_aligned<Vector16>(reinterpret_cast<char*>(to) + v * kVectorNbytes, vectors[v]);
+    }
+  }
+
+  Vector16 vectors[kVectors] = {};
+
+ private:
+  __host__ __device__ __forceinline__ const uint32_t& word(int w) const {
+    return vectors[w / 4].words[w % 4];
+  }
+  __host__ __device__ __forceinline__ uint32_t& word(int w) { return vectors[w / 4].words[w % 4]; }
 };
-
-template <class Element, int kCount>
-__host__ __device__ __forceinline__ Packed<Element, kCount> load_packed(
-    const typename Element::Bits* from) {
-  using Result = Packed<Element, kCount>;
-  union Both {
-    Vector16 vectors[Result::kVectors];
-    Result packed;
-    __host__ __device__ Both() {}
-  } both;
-  for (int v = 0; v < Result::kVectors; ++v) {
-    both.vectors[v] =
-        load_aligned<Vector16>(reinterpret_cast<const char*>(from) + v * kVectorNbytes);
-  }
-  return both.packed;
-}
-
-template <class Element, int kCount>
-__host__ __device__ __forceinline__ void store_packed(typename Element::Bits* to,
-                                                      const Packed<Element, kCount>& packed) {
-  using Result = Packed<Element, kCount>;
-  union Both {
-    Vector16 vectors[Result::kVectors];
-    Result packed;
-    __host__ __device__ Both() {}
-  } both;
-  both.packed = packed;
-  for (int v = 0; v < Result::kVectors; ++v) {
-    store_aligned<Vector16>(reinterpret_cast<char*>(to) + v * kVectorNbytes, both.vectors[v]);
-  }
-}
 
 }  // namespace pydist

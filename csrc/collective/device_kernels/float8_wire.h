@@ -5,8 +5,8 @@
 // A scale byte b is the power of two 2^(b - 127) (torch's float8_e8m0fnu); an element is its code
 // (float8_e4m3fn) times the scale of its block. The scale is the smallest with which the largest
 // finite magnitude of the block is at most 448, so that finite values are exact or rounded once,
-// and at least 2^-126: values below 2^-136 become zero. Infinity and NaN arrive as NaN, wherever
-// they stand, and leave the rest of their block alone.
+// and at least 2^-126: values below 2^-136 become zero, those that round to 2^128 infinite.
+// Infinity and NaN arrive as NaN, wherever they stand, and leave the rest of their block alone.
 #pragma once
 
 #include <cstdint>

@@ -84,6 +84,15 @@ __host__ __device__ __forceinline__ uint32_t bits_of_float(float value) {
 #endif
 }
 
+// Never contracted with an addition into one operation that rounds once.
+__host__ __device__ __forceinline__ float multiplied(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
 __host__ __device__ constexpr int64_t divided_up(int64_t value, int64_t by) {
   return (value + by - 1) / by;
 }

@@ -13,7 +13,8 @@ namespace pydist {
 
 template <class From, class To>
 struct ReduceGroup {
-  using Wide = typename From::Wide;
+  // Three bits of a mantissa need no float64.
+  using Wide = std::conditional_t<std::is_same_v<To, Float8>, float, typename From::Wide>;
   static constexpr int kFromNbytes = sizeof(typename From::Bits);
   static constexpr int kToNbytes = sizeof(typename To::Bits);
   static constexpr int kElements =
@@ -41,84 +42,67 @@ __host__ __device__ __forceinline__ float float8_scale(uint8_t byte) {
 
 // What multiplies the elements of a group as they are widened: the scale of its block, of float8.
 template <class From>
-__host__ __device__ __forceinline__ typename From::Wide unit_of(
-    const ReduceSegmentsArguments& arguments, const typename From::Bits* input, int64_t at) {
-  if constexpr (sizeof(typename From::Bits) == 1) {
-    return float8_scale(
-        input[rounded_up(arguments.num_elements, kFloat8Block) + at / kFloat8Block]);
+__host__ __device__ __forceinline__ float unit_of(const ReduceSegmentsArguments& arguments,
+                                                  const typename From::Bits* input, int64_t at) {
+  if constexpr (sizeof(typename From::Bits) > 1) return 1;
+  const int64_t scales = rounded_up(arguments.num_elements, kFloat8Block);
+  return float8_scale(static_cast<uint8_t>(input[scales + at / kFloat8Block]));
+}
+
+// As much of a group as there is; `whole` ones of aligned buffers by whole accesses, and float8
+// always: it is padded.
+template <class From, int kElements>
+__host__ __device__ __forceinline__ Packed<From, kElements> load_group(
+    const typename From::Bits* input, int64_t at, int64_t num_elements, bool whole) {
+  constexpr bool kPadded = sizeof(typename From::Bits) == 1;
+  Packed<From, kElements> loaded;
+  if (kPadded || whole) {
+    loaded.load(input + at);
   } else {
-    return 1;
-  }
-}
-
-template <class From>
-__host__ __device__ __forceinline__ typename From::Wide widen_scaled(typename From::Bits bits,
-                                                                     typename From::Wide unit) {
-  if constexpr (sizeof(typename From::Bits) == 1) return From::widen(bits) * unit;
-  return From::widen(bits);
-}
-
-template <class To, class Wide>
-__host__ __device__ __forceinline__ typename To::Bits round_to(Wide value) {
-  return To::narrow(static_cast<typename To::Wide>(value));
-}
-
-// A whole group with aligned buffers.
-template <class From, class To>
-__host__ __device__ __forceinline__ void sum_group(const ReduceSegmentsArguments& arguments,
-                                                   int64_t at, ReduceGroup<From, To>& group) {
-  using Group = ReduceGroup<From, To>;
-  constexpr int kElements = Group::kElements;
-  for (int first = 0; first < arguments.num_inputs; first += Group::kAtOnce) {
-    Packed<From, kElements> loaded[Group::kAtOnce] = {};
-    typename From::Wide units[Group::kAtOnce] = {};
-    for (int k = 0; k < Group::kAtOnce; ++k) {
-      if (first + k < arguments.num_inputs) {
-        const auto* input = segment<From>(arguments, first + k);
-        loaded[k] = load_packed<From, kElements>(input + at);
-        units[k] = unit_of<From>(arguments, input, at);
-      }
-    }
-    for (int k = 0; k < Group::kAtOnce; ++k) {
-      if (first + k < arguments.num_inputs) {
-        for (int i = 0; i < kElements; ++i) {
-          const typename From::Wide value = widen_scaled<From>(loaded[k].bits[i], units[k]);
-          group.sums[i] = first + k == 0 ? value : group.sums[i] + value;
-        }
-      }
+    for (int i = 0; i < kElements; ++i) {
+      if (at + i < num_elements) loaded.set(i, input[at + i]);
     }
   }
-}
-
-// The last group, or one of buffers that are not aligned.
-template <class From, class To>
-__host__ __device__ __forceinline__ void sum_singly(const ReduceSegmentsArguments& arguments,
-                                                    int64_t at, ReduceGroup<From, To>& group) {
-  for (int i = 0; i < ReduceGroup<From, To>::kElements; ++i) {
-    typename From::Wide sum = 0;
-    if (at + i < arguments.num_elements) {
-      for (int k = 0; k < arguments.num_inputs; ++k) {
-        const auto* input = segment<From>(arguments, k);
-        const auto value = widen_scaled<From>(input[at + i], unit_of<From>(arguments, input, at));
-        sum = k == 0 ? value : sum + value;
-      }
-    }
-    group.sums[i] = sum;
-  }
+  return loaded;
 }
 
 template <class From, class To>
 __host__ __device__ __forceinline__ void sum_and_scale(const ReduceSegmentsArguments& arguments,
                                                        int64_t at, bool whole,
                                                        ReduceGroup<From, To>& group) {
-  using Wide = typename From::Wide;
-  if (whole) {
-    sum_group(arguments, at, group);
-  } else {
-    sum_singly(arguments, at, group);
+  using Group = ReduceGroup<From, To>;
+  using Wide = typename Group::Wide;
+  constexpr int kElements = Group::kElements;
+  // Adding to -0 changes nothing, not even a sign.
+  for (int i = 0; i < kElements; ++i) group.sums[i] = Wide(-0.0f);
+  for (int first = 0; first < arguments.num_inputs; first += Group::kAtOnce) {
+    Packed<From, kElements> loaded[Group::kAtOnce];
+    float units[Group::kAtOnce] = {};
+    for (int k = 0; k < Group::kAtOnce; ++k) {
+      if (first + k < arguments.num_inputs) {
+        const auto* input = segment<From>(arguments, first + k);
+        loaded[k] = load_group<From, kElements>(input, at, arguments.num_elements, whole);
+        units[k] = unit_of<From>(arguments, input, at);
+      }
+    }
+    for (int k = 0; k < Group::kAtOnce; ++k) {
+      if (first + k < arguments.num_inputs) {
+        for (int i = 0; i < kElements; ++i) {
+          Wide value = static_cast<Wide>(From::widen(loaded[k].get(i)));
+          if constexpr (Group::kFromNbytes == 1) value = multiplied(value, units[k]);
+          group.sums[i] += value;
+        }
+      }
+    }
   }
   const Wide scale = static_cast<Wide>(arguments.scale);
-  for (int i = 0; i < ReduceGroup<From, To>::kElements; ++i) group.sums[i] *= scale;
+  for (int i = 0; i < kElements; ++i) group.sums[i] *= scale;
+}
+
+template <class To, class Wide>
+__host__ __device__ __forceinline__ typename To::Bits round_to(Wide value) {
+  // float64 to a half type by way of float32, as everywhere.
+  return To::narrow(static_cast<typename To::Wide>(value));
 }
 
 template <class From, class To>
@@ -128,13 +112,13 @@ __host__ __device__ __forceinline__ void store_group(const ReduceSegmentsArgumen
   constexpr int kElements = ReduceGroup<From, To>::kElements;
   auto* output = static_cast<typename To::Bits*>(arguments.output) + at;
   Packed<To, kElements> packed;
-  for (int i = 0; i < kElements; ++i) packed.bits[i] = round_to<To>(group.sums[i]);
+  for (int i = 0; i < kElements; ++i) packed.set(i, round_to<To>(group.sums[i]));
   if (whole) {
-    store_packed<To, kElements>(output, packed);
+    packed.store(output);
     return;
   }
   for (int i = 0; i < kElements; ++i) {
-    if (at + i < arguments.num_elements) output[i] = packed.bits[i];
+    if (at + i < arguments.num_elements) output[i] = packed.get(i);
   }
 }
 
@@ -169,9 +153,9 @@ __host__ __device__ __forceinline__ void store_float8(const ReduceSegmentsArgume
   const float inverse = float_of_bits((254u - scale) << 23);
   Packed<To, kElements> packed;
   for (int i = 0; i < kElements; ++i) {
-    packed.bits[i] = Float8::narrow(static_cast<float>(group.sums[i]) * inverse);
+    packed.set(i, Float8::narrow(multiplied(static_cast<float>(group.sums[i]), inverse)));
   }
-  store_packed<To, kElements>(codes + at, packed);
+  packed.store(codes + at);
   if (at % kFloat8Block == 0) {
     codes[rounded_up(arguments.num_elements, kFloat8Block) + at / kFloat8Block] =
         static_cast<uint8_t>(scale);
