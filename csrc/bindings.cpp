@@ -16,6 +16,8 @@ namespace py = pybind11;
 
 namespace pydist {
 
+void bind_device_all_reduce(pybind11::module_& module);  // TEMP
+
 namespace {
 
 void raise_as(const char* name, const std::exception& error) {
@@ -86,6 +88,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("arena_usage", &arena_usage,
              "Bytes of this process's arena: used, committed, capacity.");
   bind_collective(module);
+  bind_device(module);
+  bind_nccl(module);
+  bind_device_all_reduce(module);
   bind_reducer(module);
   bind_schedule(module);
   bind_stage(module);

@@ -9,6 +9,8 @@ namespace pydist {
 
 void bind_collective(pybind11::module_& module);
 void bind_device(pybind11::module_& module);  // after bind_testing
+void bind_device(pybind11::module_& module);
+void bind_nccl(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 void bind_stage(pybind11::module_& module);

@@ -109,8 +109,7 @@ void* contiguous_data(const NcclCommunicator& communicator, const at::Tensor& te
 
 DType reducible(const at::Tensor& tensor) {
   const std::optional<DType> dtype = dtype_of(tensor.scalar_type());
-  PYDIST_CHECK(dtype, UsageError, "cannot reduce tensors of ",
-               c10::toString(tensor.scalar_type()));
+  PYDIST_CHECK(dtype, UsageError, "cannot reduce tensors of ", c10::toString(tensor.scalar_type()));
   return *dtype;
 }
 
@@ -120,11 +119,11 @@ ReduceOp op_of(int index) {
 }
 
 void require_times(const at::Tensor& larger, const at::Tensor& smaller, int size) {
-  PYDIST_CHECK(larger.scalar_type() == smaller.scalar_type() &&
-                   larger.numel() == smaller.numel() * size,
-               UsageError, "expected ", size, " times as many elements of the same type, found ",
-               larger.numel(), " ", c10::toString(larger.scalar_type()), " and ", smaller.numel(),
-               " ", c10::toString(smaller.scalar_type()));
+  PYDIST_CHECK(
+      larger.scalar_type() == smaller.scalar_type() && larger.numel() == smaller.numel() * size,
+      UsageError, "expected ", size, " times as many elements of the same type, found ",
+      larger.numel(), " ", c10::toString(larger.scalar_type()), " and ", smaller.numel(), " ",
+      c10::toString(smaller.scalar_type()));
 }
 
 void all_reduce(NcclCommunicator& communicator, const at::Tensor& tensor, int op,
@@ -172,8 +171,7 @@ void broadcast(NcclCommunicator& communicator, const std::vector<at::Tensor>& te
   communicator.broadcast(pieces, root, what);
 }
 
-void exchange(NcclCommunicator& communicator,
-              const std::vector<std::pair<at::Tensor, int>>& sent,
+void exchange(NcclCommunicator& communicator, const std::vector<std::pair<at::Tensor, int>>& sent,
               const std::vector<std::pair<at::Tensor, int>>& received, const std::string& what) {
   std::vector<NcclCommunicator::Transfer> transfers;
   for (const auto& [tensor, peer] : sent) {

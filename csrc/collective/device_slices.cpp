@@ -8,14 +8,17 @@ namespace pydist {
 
 namespace {
 
-// Equal slices where that leaves none of them crooked, else all but the last of whole blocks.
+constexpr int kVectorNbytes = 16;  // of the kernels' accesses
+
+// Equal slices where that leaves all of them well aligned, else whole blocks.
 int64_t slice_elements(const MeanTask& task, int size) {
   const int64_t even = task.count / size;
   if (task.own == task.wire && task.count % size == 0 &&
       element_nbytes(task.own, even) % kVectorNbytes == 0) {
     return even;
   }
-  return rounded_up(divided_up(task.count, size), WireParts::kAlignment);
+  const int64_t blocks = even / WireParts::kAlignment + 1;
+  return blocks * WireParts::kAlignment;
 }
 
 }  // namespace
@@ -23,7 +26,8 @@ int64_t slice_elements(const MeanTask& task, int size) {
 void DeviceSlices::mean(const MeanTask& task) {
   const int size = communicator_->size();
   const WireParts slices(task, size, slice_elements(task, size));
-  const int64_t received_nbytes = size > 1 ? slices.nbytes() : 0;
+  if (size == 1 && task.scale == 1 && !slices.are_apart()) return;
+  const size_t received_nbytes = size > 1 ? slices.nbytes() : 0;
   uint8_t* scratch =
       scratch_.reserve(received_nbytes + (slices.are_apart() ? slices.nbytes() : 0), task.what);
   uint8_t* apart = scratch + received_nbytes;
@@ -35,24 +39,28 @@ void DeviceSlices::mean(const MeanTask& task) {
   slices.decode(apart, communicator_->stream());
 }
 
-void DeviceSlices::exchange(const WireParts& slices, uint8_t* travelling, uint8_t* received,
-                            const std::string& what) {
+// One message to and from every other rank; `send(rank)` and `receive(rank)` say what lies where.
+template <class Send, class Receive>
+void DeviceSlices::swap(Send&& send, Receive&& receive, const std::string& what) {
   const int rank = communicator_->rank();
   const int size = communicator_->size();
   std::vector<NcclCommunicator::Transfer> transfers;
   for (int distance = 1; distance < size; ++distance) {
     const int to = (rank + distance) % size;
     const int from = (rank + size - distance) % size;
-    const auto sent_nbytes = static_cast<size_t>(slices.nbytes(to));
-    const auto own_nbytes = static_cast<size_t>(slices.nbytes(rank));
-    if (sent_nbytes > 0) {
-      transfers.push_back({travelling + slices.offset(to), sent_nbytes, to, true});
-    }
-    if (own_nbytes > 0) {
-      transfers.push_back({received + from * slices.part_nbytes(), own_nbytes, from, false});
-    }
+    const Place sent = send(to);
+    const Place received = receive(from);
+    if (sent.nbytes > 0) transfers.push_back({sent.data, sent.nbytes, to, true});
+    if (received.nbytes > 0) transfers.push_back({received.data, received.nbytes, from, false});
   }
   communicator_->exchange(transfers, what);
+}
+
+void DeviceSlices::exchange(const WireParts& slices, uint8_t* travelling, uint8_t* received,
+                            const std::string& what) {
+  const size_t own_nbytes = slices.nbytes(communicator_->rank());
+  swap([&](int to) { return Place{travelling + slices.offset(to), slices.nbytes(to)}; },
+       [&](int from) { return Place{received + from * slices.part_nbytes(), own_nbytes}; }, what);
 }
 
 void DeviceSlices::add(const MeanTask& task, const WireParts& slices, uint8_t* travelling,
@@ -60,7 +68,7 @@ void DeviceSlices::add(const MeanTask& task, const WireParts& slices, uint8_t* t
   const int rank = communicator_->rank();
   ReduceSegmentsArguments arguments;
   arguments.inputs = received;
-  arguments.stride_nbytes = slices.part_nbytes();
+  arguments.stride_nbytes = static_cast<int64_t>(slices.part_nbytes());
   arguments.own_input = travelling + slices.offset(rank);
   arguments.own = rank;
   arguments.num_inputs = communicator_->size();
@@ -70,27 +78,19 @@ void DeviceSlices::add(const MeanTask& task, const WireParts& slices, uint8_t* t
   reduce_segments(task.wire, task.wire, arguments, communicator_->stream());
 }
 
-// Slices of different lengths, of which the last lie at the end of the caller's memory, are sent
-// one by one.
+// Equal slices are NCCL's all-gather. The last slices of the caller's memory may be shorter, and
+// then all are sent one by one.
 void DeviceSlices::gather(const WireParts& slices, uint8_t* travelling, const std::string& what) {
   const int rank = communicator_->rank();
-  const int size = communicator_->size();
-  uint8_t* own = travelling + slices.offset(rank);
-  const bool equal = slices.are_apart() || slices.nbytes(size - 1) == slices.part_nbytes();
-  if (equal) {
-    communicator_->all_gather(own, travelling, slices.part_nbytes(), DType::kUInt8, what);
-    return;
+  const auto place = [&](int owner) {
+    return Place{travelling + slices.offset(owner), slices.nbytes(owner)};
+  };
+  if (slices.are_apart() || slices.nbytes(communicator_->size() - 1) == slices.part_nbytes()) {
+    communicator_->all_gather(place(rank).data, travelling, slices.part_nbytes(), DType::kUInt8,
+                              what);
+  } else {
+    swap([&](int) { return place(rank); }, place, what);
   }
-  std::vector<NcclCommunicator::Transfer> transfers;
-  for (int distance = 1; distance < size; ++distance) {
-    const int to = (rank + distance) % size;
-    const int from = (rank + size - distance) % size;
-    const auto own_nbytes = static_cast<size_t>(slices.nbytes(rank));
-    const auto nbytes = static_cast<size_t>(slices.nbytes(from));
-    if (own_nbytes > 0) transfers.push_back({own, own_nbytes, to, true});
-    if (nbytes > 0) transfers.push_back({travelling + slices.offset(from), nbytes, from, false});
-  }
-  communicator_->exchange(transfers, what);
 }
 
 }  // namespace pydist

@@ -36,6 +36,13 @@ class DeviceSlices {
   void mean(const MeanTask& task);
 
  private:
+  struct Place {
+    uint8_t* data;
+    size_t nbytes;
+  };
+
+  template <class Send, class Receive>
+  void swap(Send&& send, Receive&& receive, const std::string& what);
   void exchange(const WireParts& slices, uint8_t* travelling, uint8_t* received,
                 const std::string& what);
   void add(const MeanTask& task, const WireParts& slices, uint8_t* travelling, uint8_t* received);

@@ -54,9 +54,9 @@ class NcclCommunicator {
   virtual std::string describe(int rank) const = 0;
   virtual Stream stream() const = 0;
 
-  // Memory that peers may reach directly, where NCCL's version can; zeroed, aligned to 512 bytes, on
-  // the communicator's and the caller's current stream. It keeps the communicator, and is freed once
-  // these two streams are past what was enqueued when it was let go. Collective where
+  // Memory that peers may reach directly, where NCCL's version can; zeroed, aligned to 512 bytes,
+  // on the communicator's and the caller's current stream. It keeps the communicator, and is freed
+  // once these two streams are past what was enqueued when it was let go. Collective where
   // is_registering(): all ranks, in the same order, of the same size. Raises UsageError while a
   // graph is captured.
   virtual std::shared_ptr<void> allocate(size_t nbytes) = 0;

@@ -30,16 +30,17 @@ nccl::Result grouped(const nccl::Api& api, const Calls& calls) {
 // Makes one call of NCCL's, and waits on the host where it goes on in a thread of NCCL's: the first
 // time that two ranks meet.
 template <class Call>
-void NcclGroup::make(const std::string& operation, const Call& call) {
+void NcclGroup::make(const char* verb, const std::string& what, const Call& call) {
   NcclHandle& handle = watch_->handle();
   nccl::Result result = handle.run(call);
   if (result == nccl::kInProgress) {
     watch_->await([&] { return (result = handle.state()) != nccl::kInProgress; }, kConnect_us,
-                  watch_->last_resort_s(), [&] { return "NCCL does not end " + operation; });
+                  watch_->last_resort_s(),
+                  [&] { return concat(watch_->me(), ": NCCL does not begin ", verb, " ", what); });
   }
   if (result == nccl::kSuccess) return;
   watch_->check();  // an abort has taken the communicator away, perhaps
-  watch_->raise(result, operation);
+  watch_->raise(result, concat(verb, " ", what));
 }
 
 template <class Call>
@@ -53,12 +54,12 @@ void NcclGroup::enqueue(const char* verb, const std::string& what, size_t nbytes
   // What is captured now runs whenever the graph does: there is no event to look at.
   if (device_runtime()->is_capturing(stream())) {
     watch_->set_captured();
-    return make(concat(verb, " ", what), call);
+    return make(verb, what, call);
   }
   NcclCalls& calls = on_device_->calls;
   calls.begin(verb, what);
   try {
-    make(verb, call);
+    make(verb, what, call);
   } catch (...) {
     calls.cancel();
     throw;
@@ -83,7 +84,7 @@ nccl::RedOp NcclGroup::mean_by(nccl::DataType type, int divisor) {
   }
   NcclScalar scalar = nccl_reciprocal(type, divisor);
   Divisor made{type, divisor, nccl::kSum};
-  make("making a mean", [&](nccl::Comm comm) {
+  make("making", "a mean", [&](nccl::Comm comm) {
     return api().red_op_create_pre_mul_sum(&made.op, scalar.bytes, type, nccl::kScalarHostImmediate,
                                            comm);
   });
@@ -165,7 +166,6 @@ void NcclGroup::exchange(const std::vector<Transfer>& transfers, const std::stri
     require_rank(transfer.peer);
     if (transfer.sends) sent_nbytes += transfer.nbytes;
   }
-  if (transfers.empty()) return;
   enqueue("exchanging", what, sent_nbytes, [&](nccl::Comm comm) {
     return grouped(api(), [&](const auto& note) {
       for (const Transfer& t : transfers) {

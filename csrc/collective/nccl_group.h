@@ -78,7 +78,7 @@ class NcclGroup final : public NcclCommunicator, public std::enable_shared_from_
   template <class Call>
   void enqueue(const char* verb, const std::string& what, size_t nbytes, const Call& call);
   template <class Call>
-  void make(const std::string& operation, const Call& call);
+  void make(const char* verb, const std::string& what, const Call& call);
   nccl::RedOp op_for(DType dtype, ReduceOp op, int divisor);
   nccl::RedOp mean_by(nccl::DataType type, int divisor);
   void require_rank(int rank) const;

@@ -106,7 +106,7 @@ nccl::Result NcclHandle::state() {
 
 std::optional<nccl::Result> NcclHandle::state_if_free() {
   const std::unique_lock<std::timed_mutex> lock(mutex_, std::try_to_lock);
-  if (!lock.owns_lock()) return std::nullopt;
+  if (!lock.owns_lock() || comm_.load() == nullptr) return std::nullopt;
   return state_locked();
 }
 

@@ -35,7 +35,7 @@ class NcclHandle {
   }
   // kInProgress, kSuccess, or what has gone wrong, now or earlier.
   nccl::Result state();
-  // The same, or nothing where a call is being made just now.
+  // The same; nothing before begin(), after the end, and where a call is being made just now.
   std::optional<nccl::Result> state_if_free();
   // NCCL's words for a result, and for what happened last.
   std::string explain(nccl::Result result);

@@ -37,13 +37,13 @@ void WireParts::for_each_run(Cast&& cast_run) const {
 }
 
 void WireParts::encode(uint8_t* apart, Stream stream) const {
-  for_each_run([&](int64_t begin, int64_t offset, int64_t num_elements) {
+  for_each_run([&](int64_t begin, size_t offset, int64_t num_elements) {
     cast(task_.own, own(begin), task_.wire, apart + offset, num_elements, stream);
   });
 }
 
 void WireParts::decode(const uint8_t* apart, Stream stream) const {
-  for_each_run([&](int64_t begin, int64_t offset, int64_t num_elements) {
+  for_each_run([&](int64_t begin, size_t offset, int64_t num_elements) {
     cast(task_.wire, apart + offset, task_.own, own(begin), num_elements, stream);
   });
 }

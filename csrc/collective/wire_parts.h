@@ -1,7 +1,8 @@
-// A buffer in the type it travels in, cut into equal parts: where each lies, and the casts there and
-// back.
+// A buffer in the type it travels in, cut into equal parts: where each lies, and the casts there
+// and back.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -20,9 +21,9 @@ struct MeanTask {
   const std::string& what;
 };
 
-// Where the wire's type is the elements' own, the buffer itself travels, and parts are places in it;
-// else they lie apart, in memory of nbytes(), and encode() and decode() carry elements there and
-// back. The last parts may be shorter, or empty.
+// Where the wire's type is the elements' own, the buffer itself travels, and parts are places in
+// it; else they lie apart, in memory of nbytes(), and encode() and decode() carry elements there
+// and back. The last parts may be shorter, or empty.
 class WireParts {
  public:
   // Whole blocks of float8; and then parts of every type begin at multiples of 16 bytes, if the
@@ -34,15 +35,15 @@ class WireParts {
 
   bool are_apart() const { return task_.own != task_.wire; }
   // Of memory apart; also what places for whole parts need.
-  int64_t nbytes() const { return num_parts_ * part_nbytes_; }
-  int64_t part_nbytes() const { return part_nbytes_; }
+  size_t nbytes() const { return num_parts_ * part_nbytes_; }
+  size_t part_nbytes() const { return part_nbytes_; }
   // Where the parts lie: `apart`, or the buffer.
   uint8_t* travelling(uint8_t* apart) const { return are_apart() ? apart : task_.data; }
 
   int64_t num_elements(int part) const { return begin(part + 1) - begin(part); }
-  int64_t nbytes(int part) const { return element_nbytes(task_.wire, num_elements(part)); }
+  size_t nbytes(int part) const { return element_nbytes(task_.wire, num_elements(part)); }
   // From the first part's begin.
-  int64_t offset(int part) const {
+  size_t offset(int part) const {
     return are_apart() ? part * part_nbytes_ : element_nbytes(task_.wire, begin(part));
   }
 
@@ -60,7 +61,7 @@ class WireParts {
   const MeanTask& task_;
   int num_parts_;
   int64_t part_elements_;
-  int64_t part_nbytes_;
+  size_t part_nbytes_;
 };
 
 }  // namespace pydist
