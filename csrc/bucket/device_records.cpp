@@ -66,9 +66,8 @@ void DeviceRecords::send(const RoundRecord& mine) {
   Slot slot = take_slot();
   mine.write(slot.pinned);
   runtime.copy(slot.device, slot.pinned, nbytes, stream);
-  communicator_->all_gather(slot.device, slot.device + num_words_,
-                            static_cast<int64_t>(num_words_), DType::kInt64,
-                            "what ranks tell of a backward");
+  communicator_->all_gather(slot.device, slot.device + num_words_, static_cast<int64_t>(num_words_),
+                            DType::kInt64, "what ranks tell of a backward");
   runtime.copy(slot.pinned + num_words_, slot.device + num_words_, records_.size() * nbytes,
                stream);
   if (runtime.is_capturing(stream)) {

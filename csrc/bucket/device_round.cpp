@@ -57,7 +57,9 @@ DeviceRound::UnitState& DeviceRound::state(int unit) {
   return *states_[index];
 }
 
-bool DeviceRound::is_capturing() const { return runtime().is_capturing(runtime().current_stream()); }
+bool DeviceRound::is_capturing() const {
+  return runtime().is_capturing(runtime().current_stream());
+}
 
 void* DeviceRound::unit_memory(int unit) { return hold_memory(unit).get(); }
 
@@ -151,8 +153,9 @@ void DeviceRound::check_same(int peer, const Bitmap& mine, const Bitmap& theirs)
   int unit = 0;
   while (mine.test(unit) == theirs.test(unit)) ++unit;
   const auto who = [&](bool frozen) { return describe(mine.test(unit) == frozen ? rank() : peer); };
-  throw MismatchError(concat(options_.unit_names[unit], " is frozen on ", who(true), ", but not on ",
-                             who(false), "; freeze and unfreeze the same parameters on every rank"));
+  throw MismatchError(concat(options_.unit_names[unit], " is frozen on ", who(true),
+                             ", but not on ", who(false),
+                             "; freeze and unfreeze the same parameters on every rank"));
 }
 
 void DeviceRound::accumulated(int unit) {
@@ -174,7 +177,7 @@ void DeviceRound::open(int unit) {
   add_once(seen_, stream);
   // The unit's memory may still be read by the last round's copies. Who captures a graph, or
   // launches one, has ordered that with what came before.
-  const bool apart = delivered_on_ != nullptr && delivered_on_ != stream;
+  const bool apart = has_delivered_ && delivered_on_ != stream;
   if (apart && !delivered_in_capture_ && !runtime().is_capturing(stream)) delivered_.block(stream);
 }
 
@@ -187,9 +190,10 @@ void DeviceRound::copy(int unit, CopyDirection direction, const std::vector<Pack
 }
 
 void DeviceRound::publish(int unit, void* data) {
-  PYDIST_CHECK(!left_out_.test(unit), UsageError, options_.unit_names[unit],
-               " got a gradient within no_sync() and was frozen before ranks averaged it; freeze it "
-               "after the backward that does");
+  PYDIST_CHECK(
+      !left_out_.test(unit), UsageError, options_.unit_names[unit],
+      " got a gradient within no_sync() and was frozen before ranks averaged it; freeze it "
+      "after the backward that does");
   const DeviceGuard guard(communicator_->device());
   UnitState& now = state(unit);
   add_once(now.sources, runtime().current_stream());
@@ -271,6 +275,7 @@ void DeviceRound::delivered() {
   const DeviceGuard guard(communicator_->device());
   delivered_on_ = runtime().current_stream();
   delivered_.record(delivered_on_);
+  has_delivered_ = true;
   delivered_in_capture_ = runtime().is_capturing(delivered_on_);
   seen_.clear();
 }

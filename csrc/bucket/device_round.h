@@ -104,6 +104,7 @@ class DeviceRound final : public Round {
   OwnedEvent crossing_;
   OwnedEvent delivered_;  // of the last round
   Stream delivered_on_ = nullptr;
+  bool has_delivered_ = false;
   bool delivered_in_capture_ = false;
 };
 

@@ -257,6 +257,7 @@ void Reducer::open_round(bool by_output) {
 }
 
 void Reducer::begin_round(int divisor) {
+  read_late_records();
   round_->begin(divisor);
   round_divisor_ = divisor;
   stats_.open(monotonic_ns());

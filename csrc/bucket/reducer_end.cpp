@@ -70,7 +70,7 @@ Bitmap Reducer::agree() {
   }
   const std::vector<RoundRecord>& records = round_->end(record_);
   note_use(records);
-  note_meeting(records);
+  if (!round_->answers_late()) note_meeting(records);
   check_trainable(records);
   if (round_->answers_late()) check_again(records);
   Bitmap again(static_cast<int>(parameters_.size()));
@@ -99,10 +99,17 @@ std::string Reducer::why_answer_is_needed() const {
   return "";
 }
 
+// Each rank finds the same in them, if not in the same step.
 void Reducer::read_late_records() {
   while (const std::vector<RoundRecord>* records = round_->late_records()) {
     note_use(*records);
-    check_trainable(*records);
+    try {
+      check_trainable(*records);
+    } catch (const MismatchError& error) {
+      last_error_ = error.what();
+      round_->fail(error.what());
+      throw;
+    }
   }
 }
 

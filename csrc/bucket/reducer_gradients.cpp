@@ -115,7 +115,12 @@ at::Tensor Reducer::like_unit(const Parameter& parameter, void* memory) const {
   const auto options = variable.options().requires_grad(false);
   const auto strides = view_strides(parameter);
   if (memory == nullptr) return at::empty_strided(variable.sizes(), strides, options);
-  return at::from_blob(memory, variable.sizes(), strides, options);
+  // With the device given, nobody has to ask whose memory it is.
+  return at::for_blob(memory, variable.sizes())
+      .strides(strides)
+      .options(options)
+      .target_device(options.device())
+      .make_tensor();
 }
 
 // The general way into the unit, for a gradient in whatever layout.
@@ -132,8 +137,7 @@ void Reducer::write_unit(const Parameter& parameter, const at::Tensor& gradient)
 at::Tensor Reducer::read_unit(const Parameter& parameter) const {
   if (!narrowed(parameter)) return like_unit(parameter, member_memory(parameter));
   at::Tensor values = like_unit(parameter, nullptr);
-  round_->copy(parameter.unit, CopyDirection::kFromUnit,
-               {from_unit(parameter, values.data_ptr())});
+  round_->copy(parameter.unit, CopyDirection::kFromUnit, {from_unit(parameter, values.data_ptr())});
   return values;
 }
 
@@ -144,9 +148,12 @@ at::Tensor Reducer::bucket_of(int unit) {
     const at::Tensor& sample = parameters_[units_[unit].members.front().parameter].variable;
     const int64_t elements = units_[unit].num_elements / (sample.is_complex() ? 2 : 1);
     auto held = round_->hold_memory(unit);
-    state.bucket = at::from_blob(
-        round_->unit_memory(unit), {elements}, [held](void*) {},
-        sample.options().requires_grad(false));
+    const auto options = sample.options().requires_grad(false);
+    state.bucket = at::for_blob(round_->unit_memory(unit), {elements})
+                       .deleter([held](void*) {})
+                       .options(options)
+                       .target_device(options.device())
+                       .make_tensor();
   }
   return state.bucket;
 }

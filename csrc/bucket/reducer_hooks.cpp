@@ -216,11 +216,6 @@ std::vector<at::Tensor> Reducer::parameters() const {
 void Reducer::prepare(bool synchronize) {
   try {
     hook_parameters();
-    if (synchronize) read_late_records();
-  } catch (const MismatchError& error) {
-    last_error_ = error.what();
-    round_->fail(error.what());
-    throw;
   } catch (const UsageError& error) {
     // Peers would wait for this rank's backward.
     const UsageError with_rank = named(error);
@@ -229,6 +224,7 @@ void Reducer::prepare(bool synchronize) {
     throw with_rank;
   }
   if (synchronize) round_->check();
+  if (synchronize) read_late_records();
   stats_.begin_forward(monotonic_ns());
 }
 
