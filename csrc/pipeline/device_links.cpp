@@ -49,9 +49,10 @@ class DeviceLinks::Arrival {
 };
 
 struct DeviceLinks::Outbox {
-  std::shared_ptr<NcclCommunicator> communicator = nullptr;  // null where no tensors go this way
   DescriptionWriter descriptions = {};
   std::deque<InFlight> in_flight = {};
+  // Null where no tensors go this way. Ends first, and waits for what is in flight.
+  std::shared_ptr<NcclCommunicator> communicator = nullptr;
 
   bool has_captured() const { return !in_flight.empty() && in_flight.back().captured; }
 };
@@ -67,11 +68,11 @@ struct DeviceLinks::Inbox {
     OwnedEvent made;
   };
 
-  std::shared_ptr<NcclCommunicator> communicator = nullptr;
   DescriptionReader descriptions = {};
   std::deque<std::shared_ptr<Arrival>> announced = {};
   std::deque<std::shared_ptr<Arrival>> posted = {};  // until they are there
   std::vector<Next> next = {};
+  std::shared_ptr<NcclCommunicator> communicator = nullptr;  // ends first, as above
 
   bool has_captured() const { return !posted.empty() && posted.back()->captured; }
   Next* find_next(const MessageKey& key) {
@@ -337,7 +338,11 @@ void DeviceLinks::prepare_next(Inbox& inbox, const Arrival& arrival) {
   next->key = arrival.key;
   next->forms = arrival.forms;
   next->stream = stream_;
-  next->tensors = make_tensors(arrival.places, device_);
+  try {
+    next->tensors = make_tensors(arrival.places, device_);
+  } catch (const c10::OutOfMemoryError&) {  // then at the time
+    return;
+  }
   next->made.record(stream_);
 }
 

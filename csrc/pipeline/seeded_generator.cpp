@@ -82,7 +82,7 @@ void seed_default_generators(uint64_t seed, std::optional<c10::Device> device) {
 GeneratorScope::GeneratorScope(std::optional<c10::Device> device)
     : turn_(take_turn()), engine_(default_generator().engine()), device_(device) {
   if (device_) {
-    const at::Generator on_device = generator_of(*device_);
+    at::Generator on_device = generator_of(*device_);
     const std::lock_guard<std::mutex> lock(on_device.mutex());
     device_seed_ = on_device.current_seed();
     device_offset_ = on_device.get_offset();
