@@ -94,7 +94,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_stage(module);
   bind_testing(module);
   bind_testing_channel(module);
-  bind_device(module);
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);
   bind_testing_launch(testing);
