@@ -33,6 +33,9 @@ TRAININGS = (
     Training("float32"),
     Training("bfloat16", dtype=torch.bfloat16, tolerance=2**-6),
     Training("bfloat16 wire", arguments={"wire_dtype": torch.bfloat16}, tolerance=2**-6),
+    Training("by the ring", arguments={"algorithm": "ring"}),
+    Training("by slices", arguments={"algorithm": "slices"}),
+    Training("float8 wire", arguments={"wire_dtype": torch.float8_e4m3fn}, tolerance=2**-2),
     Training("bucket views", arguments={"gradient_as_bucket_view": True}),
     Training("unused parameters", arguments={"find_unused_parameters": True}, alternates=True),
 )
