@@ -16,6 +16,8 @@ namespace py = pybind11;
 
 namespace pydist {
 
+void bind_device_all_reduce(pybind11::module_& module);  // TEMP
+
 namespace {
 
 void raise_as(const char* name, const std::exception& error) {
@@ -86,7 +88,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("arena_usage", &arena_usage,
              "Bytes of this process's arena: used, committed, capacity.");
   bind_collective(module);
-  bind_device(module);
   bind_nccl(module);
   bind_device_all_reduce(module);
   bind_reducer(module);
@@ -94,11 +95,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_stage(module);
   bind_testing(module);
   bind_testing_channel(module);
+  bind_device(module);
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);
-  bind_testing_launch(testing);
   bind_testing_device(testing);
   bind_testing_kernels(testing);
+  bind_testing_launch(testing);
   install_recompute_check();
   bind_pipeline(module);
 }

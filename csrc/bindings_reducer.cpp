@@ -84,11 +84,11 @@ ReducerOptions reducer_options(const py::dict& settings) {
   options.average_sparse =
       callback<const std::vector<at::Tensor>&, int, bool, bool>(settings["average_sparse"]);
   options.unused_is_error = settings["unused_is_error"].cast<bool>();
-  options.reduces_alone = settings.contains("reduces_alone");
   if (!settings["communicator"].is_none()) {
     options.born_in_arena = false;
     options.layout.alone_nbytes = std::min(kDeviceAloneNbytes, options.layout.caps_nbytes.back());
   }
+  options.reduces_alone = settings.contains("reduces_alone");
   return options;
 }
 
