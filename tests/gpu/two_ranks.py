@@ -3,6 +3,7 @@
 import copy
 import faulthandler
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,7 +89,7 @@ def without_parameters_of_others(plain: nn.Module, model: nn.Module) -> nn.Modul
 
 
 def run_rank(place: Place, rows: Rows, port: int, rank: int) -> None:
-    faulthandler.dump_traceback_later(LIMIT_S - 3, exit=False)
+    faulthandler.register(signal.SIGUSR1)
     os.environ.update(ENVIRONMENT)
     place.enter()
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
@@ -148,8 +149,11 @@ def run_ranks(place: Place, rows: Rows) -> None:
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    for rank, process in enumerate(processes):
-        if rank not in statuses:
-            process.kill()
+    late = [process for rank, process in enumerate(processes) if rank not in statuses]
+    for process in late:
+        os.kill(process.pid, signal.SIGUSR1)  # the stacks of its threads, for the log
+    time.sleep(0.5 if late else 0.0)
+    for process in late:
+        process.kill()
     if statuses != dict.fromkeys(range(SIZE), 0):
         raise AssertionError(f"exit status by rank: {statuses}, of {SIZE} ranks within {LIMIT_S} s")
