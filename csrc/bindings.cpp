@@ -16,8 +16,6 @@ namespace py = pybind11;
 
 namespace pydist {
 
-void bind_device_all_reduce(pybind11::module_& module);  // TEMP
-
 namespace {
 
 void raise_as(const char* name, const std::exception& error) {
