@@ -29,7 +29,9 @@ struct Block {
   Stream stream = nullptr;
 
   Block(c10::DataPtr memory, size_t size) : data(std::move(memory)), nbytes(size) {}
-  ~Block() { tell_freed(data.get(), nbytes, stream); }
+  ~Block() {
+    if (data.get() != nullptr) tell_freed(data.get(), nbytes, stream);
+  }
 };
 
 // Tells the device of the memory that tensors get and give back, as CUDA's caching allocator would
@@ -61,8 +63,8 @@ Function find(void* library, const char* name) {
 }
 
 void load_device(const std::string& path) {
-  PYDIST_CHECK(device_runtime() == nullptr, UsageError, "this process has a device already: ",
-               device_runtime()->name());
+  PYDIST_CHECK(device_runtime() == nullptr, UsageError,
+               "this process has a device already: ", device_runtime()->name());
   void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
   PYDIST_CHECK(library != nullptr, UsageError, ::dlerror());
   tell_allocated = find<Allocated>(library, "pydist_emulated_allocated");

@@ -46,8 +46,8 @@ class GroupStep {
     std::map<std::pair<CallKind, int>, size_t> lanes;
     for (const NcclCall& call : calls) {
       const bool messages = is_message(call.kind);
-      const auto key = std::make_pair(messages ? call.kind : CallKind::kAllReduce,
-                                      messages ? call.root : 0);
+      const auto key =
+          std::make_pair(messages ? call.kind : CallKind::kAllReduce, messages ? call.root : 0);
       const auto lane = lanes.emplace(key, lanes_.size()).first->second;
       if (lane == lanes_.size()) lanes_.emplace_back();
       lanes_[lane].push_back(make_step(comm_, call));
@@ -94,8 +94,8 @@ class GroupStep {
 void visit_call(const CommState& comm, const NcclCall& call, const VisitAccess& visit) {
   const size_t nbytes = call.count * nbytes_of(call.dtype);
   const size_t size = comm.size;
-  const bool brings = call.kind != CallKind::kRecv &&
-                      (call.kind != CallKind::kBroadcast || call.root == comm.rank);
+  const bool brings =
+      call.kind != CallKind::kRecv && (call.kind != CallKind::kBroadcast || call.root == comm.rank);
   if (brings) {
     visit(Access::kRead, call.from, call.kind == CallKind::kReduceScatter ? size * nbytes : nbytes);
   }
