@@ -86,16 +86,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("arena_usage", &arena_usage,
              "Bytes of this process's arena: used, committed, capacity.");
   bind_collective(module);
-  bind_device(module);
   bind_nccl(module);
+  bind_device_all_reduce(module);
   bind_reducer(module);
   bind_schedule(module);
   bind_stage(module);
   bind_testing(module);
   bind_testing_channel(module);
+  bind_device(module);
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);
   bind_testing_device(testing);
+  bind_testing_kernels(testing);
+  bind_testing_launch(testing);
   install_recompute_check();
   bind_pipeline(module);
 }

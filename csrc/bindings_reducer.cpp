@@ -8,8 +8,10 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "base/check.h"
 #include "base/hash.h"
 #include "bindings.h"
+#include "bucket/device_round.h"
 #include "bucket/hook_round.h"
 #include "bucket/pack.h"
 #include "bucket/process_group_round.h"
@@ -23,13 +25,33 @@ namespace pydist {
 
 namespace {
 
-// torch's name of a half type, or None.
-std::optional<DType> wire_type(const py::object& name) {
-  if (name.is_none()) return std::nullopt;
-  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
-    if (name.cast<std::string>() == dtype_name(dtype)) return dtype;
-  }
-  throw UsageError(concat("gradients cannot travel as ", name.cast<std::string>()));
+// From here on a gradient is reduced where it lies, on a device: packing costs less than a call of
+// NCCL's on less than this.
+constexpr size_t kDeviceAloneNbytes = size_t{8} << 20;
+
+// torch's name of a type, or None.
+WireType wire_type(const py::object& name) {
+  if (name.is_none()) return WireType::kSame;
+  const auto text = name.cast<std::string>();
+  if (text == "float16") return WireType::kFloat16;
+  if (text == "bfloat16") return WireType::kBFloat16;
+  if (text == "float8_e4m3fn") return WireType::kFloat8;
+  throw UsageError(concat("gradients cannot travel as ", text));
+}
+
+// Of the memory in which gradients are reduced; float8's blocks and scales are made on the way.
+std::optional<DType> unit_type(WireType wire) {
+  if (wire == WireType::kFloat16) return DType::kFloat16;
+  if (wire == WireType::kBFloat16) return DType::kBFloat16;
+  return std::nullopt;
+}
+
+Algorithm algorithm(const std::string& name) {
+  if (name == "nccl") return Algorithm::kNccl;
+  if (name == "ring") return Algorithm::kRing;
+  if (name == "slices") return Algorithm::kSlices;
+  PYDIST_CHECK(name == "auto", UsageError, "no algorithm is called ", name);
+  return Algorithm::kAuto;
 }
 
 // To be called without the GIL, and destroyed on any thread.
@@ -53,7 +75,7 @@ ReducerOptions reducer_options(const py::dict& settings) {
   options.backend = settings["backend"].cast<std::string>();
   options.layout.caps_nbytes = settings["bucket_caps_nbytes"].cast<std::vector<size_t>>();
   options.bucket_view = settings["bucket_view"].cast<bool>();
-  options.wire = wire_type(settings["wire_dtype"]);
+  options.wire = unit_type(wire_type(settings["wire_dtype"]));
   options.delayed = settings["delayed"].cast<std::vector<int>>();
   options.gate = settings["gate"].cast<int>();
   options.skip_unused = settings["skip_unused"].cast<bool>();
@@ -62,6 +84,11 @@ ReducerOptions reducer_options(const py::dict& settings) {
   options.average_sparse =
       callback<const std::vector<at::Tensor>&, int, bool, bool>(settings["average_sparse"]);
   options.unused_is_error = settings["unused_is_error"].cast<bool>();
+  if (!settings["communicator"].is_none()) {
+    options.born_in_arena = false;
+    options.layout.alone_nbytes = std::min(kDeviceAloneNbytes, options.layout.caps_nbytes.back());
+  }
+  options.reduces_alone = settings.contains("reduces_alone");
   return options;
 }
 
@@ -70,6 +97,32 @@ std::unique_ptr<c10d::CommHookInterface> make_comm_hook(const py::dict& settings
   if (settings["comm_hook"].is_none()) return nullptr;
   const auto [state, hook] = settings["comm_hook"].cast<std::pair<py::object, py::object>>();
   return std::make_unique<c10d::PythonCommHook>(state, hook);
+}
+
+// How ranks reach each other: over a device, through a process group, or through shared memory.
+struct Transport {
+  std::shared_ptr<NcclCommunicator> communicator;  // may be null
+  Algorithm algorithm = Algorithm::kAuto;
+  WireType wire = WireType::kSame;
+  std::optional<c10::intrusive_ptr<c10d::ProcessGroup>> group;
+  BoardOptions board;
+};
+
+std::unique_ptr<Round> make_round(Transport transport, c10::intrusive_ptr<c10d::Store> store,
+                                  at::Device device, RoundOptions plan) {
+  if (transport.communicator != nullptr) {
+    const DeviceGuard guard(transport.communicator->device());
+    auto all_reduce = DeviceAllReduce::create(transport.communicator, transport.algorithm);
+    return std::make_unique<DeviceRound>(transport.communicator, std::move(all_reduce),
+                                         wrap_c10d_store(std::move(store)), device, transport.wire,
+                                         std::move(plan));
+  }
+  if (transport.group) {
+    return std::make_unique<ProcessGroupRound>(*transport.group, wrap_c10d_store(std::move(store)),
+                                               std::move(plan));
+  }
+  return SharedRound::create(*wrap_c10d_store(std::move(store)), std::move(transport.board),
+                             std::move(plan));
 }
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
@@ -81,27 +134,28 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
   ReducerOptions options = reducer_options(settings);
   options.marks_units = !group && !options.comm_hook;
   auto hook = make_comm_hook(settings);
-  const auto remedy = settings["remedy"].cast<std::string>();
-  const auto clue = settings["clue"].cast<std::string>();
+  Transport transport;
+  if (!settings["communicator"].is_none()) {
+    transport.communicator = settings["communicator"].cast<std::shared_ptr<NcclCommunicator>>();
+  }
+  transport.algorithm = algorithm(settings["algorithm"].cast<std::string>());
+  transport.wire = wire_type(settings["wire_dtype"]);
+  transport.group = std::move(group);
+  transport.board.rank = rank;
+  transport.board.size = size;
+  transport.board.name = "the reducer of " + options.name;
+  transport.board.remedy = settings["remedy"].cast<std::string>();
+  transport.board.clue = settings["clue"].cast<std::string>();
+  transport.board.global_ranks = std::move(global_ranks);
   const py::gil_scoped_release no_gil;
   RoundOptions plan = Reducer::plan(parameters, names, options);
   plan.timeout_s = timeout_s;
-  plan.remedy = remedy;
+  plan.remedy = transport.board.remedy;
   std::vector<Unit> units = plan.units;
   RoundOptions carried = hook ? HookRound::inner_options(plan) : plan;
-  std::unique_ptr<Round> round;
-  if (group) {
-    round = std::make_unique<ProcessGroupRound>(*group, wrap_c10d_store(store), std::move(carried));
-  } else {
-    BoardOptions board;
-    board.rank = rank;
-    board.size = size;
-    board.name = "the reducer of " + options.name;
-    board.remedy = remedy;
-    board.clue = clue;
-    board.global_ranks = std::move(global_ranks);
-    round = SharedRound::create(*wrap_c10d_store(store), board, std::move(carried));
-  }
+  const at::Device device = parameters.empty() ? at::kCPU : parameters.front().device();
+  std::unique_ptr<Round> round =
+      make_round(std::move(transport), store, device, std::move(carried));
   if (hook) {
     auto hook_store = c10::make_intrusive<c10d::PrefixStore>("comm_hook", std::move(store));
     round = std::make_unique<HookRound>(std::move(round), std::move(hook),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pydist._device import on_device, require_device
 from pydist._engine import check_group
 from pydist.errors import UsageError
 
@@ -75,20 +76,24 @@ class Devices:
 def resolve_devices(
     device_ids: list[int | torch.device] | None,
     output_device: int | torch.device | None,
+    names: list[str],
     parameters: list[torch.Tensor],
 ) -> Devices:
-    """Checks the arguments against where the parameters are; the errors are torch's."""
+    """Checks the arguments against where the parameters are; the errors are mostly torch's."""
     if device_ids is not None and len(device_ids) > 1:
         raise UsageError("device_ids can only be None or contain a single element.")
     devices = {parameter.device for parameter in parameters}
     types = {device.type for device in devices}
-    if len(types) > 1:
-        raise UsageError(
-            "DataParallel's input module must be on the same type of devices, but its parameters "
-            f"are on {sorted(types)}"
-        )
     device = parameters[0].device if parameters else torch.device("cpu")
     multi = len(devices) > 1
+    if multi:
+        other = next(i for i, p in enumerate(parameters) if p.device != device)
+        raise UsageError(
+            "DataParallel's input module must be on the same type of devices, but its parameters "
+            f"are on {sorted(types)}, and on one device per process: parameter {names[0]} is on "
+            f"{device}, parameter {names[other]} on {parameters[other].device}. Move the module "
+            "to one device, or split it with PipelineParallel"
+        )
     if device_ids and device.type != "cpu" and not multi:
         first = _device_index(device_ids[0])
         output = first if output_device is None else _device_index(output_device)
@@ -214,14 +219,49 @@ def resolve_delayed(
 
 
 def resolve_wire_dtype(wire_dtype: torch.dtype | None) -> str | None:
-    """The name of the half type that wider gradients travel in; None: they travel as they are."""
+    """The name of the type that wider gradients travel in; None: they travel as they are."""
     if wire_dtype is None:
         return None
-    if wire_dtype not in (torch.bfloat16, torch.float16):
+    if wire_dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         raise UsageError(
-            f"wire_dtype must be torch.bfloat16, torch.float16 or None, got {wire_dtype!r}"
+            "wire_dtype must be torch.bfloat16, torch.float16, on GPUs also torch.float8_e4m3fn, "
+            f"or None; got {wire_dtype!r}"
         )
     return str(wire_dtype).removeprefix("torch.")
+
+
+ALGORITHMS = ("auto", "nccl", "ring", "slices")
+
+
+def resolve_algorithm(algorithm: str) -> str:
+    """How means are computed on GPUs."""
+    if algorithm not in ALGORITHMS:
+        raise UsageError(f"algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
+    return algorithm
+
+
+def check_device_options(
+    parameters: Sequence[torch.Tensor], wire_dtype: str | None, algorithm: str
+) -> bool:
+    """Whether the module is trained on a device; UsageError for what only devices have."""
+    if parameters and on_device(parameters[0]):
+        if wire_dtype == "float8_e4m3fn" and algorithm == "nccl":
+            raise UsageError(
+                'algorithm="nccl" cannot send gradients as torch.float8_e4m3fn; take "auto", '
+                '"slices" or "ring"'
+            )
+        return True
+    if wire_dtype == "float8_e4m3fn":
+        raise UsageError(
+            "wire_dtype=torch.float8_e4m3fn is for modules on GPUs, and this one is on the CPU; "
+            "give torch.bfloat16 or torch.float16"
+        )
+    if algorithm != "auto":
+        raise UsageError(
+            f"algorithm={algorithm!r} is for modules on GPUs, and this one is on the CPU; leave it "
+            'at "auto"'
+        )
+    return False
 
 
 UNUSED_PARAMETERS = ("warn", "ignore", "error")
@@ -262,9 +302,7 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
             "materialize the module (module.to_empty(device='cpu')) before wrapping it"
         )
     if parameter.device.type != "cpu":
-        raise NotImplementedError(
-            f"parameter {name} is on {parameter.device}; DataParallel trains on the CPU for now"
-        )
+        require_device(parameter, f"parameter {name}")
     if parameter.layout != torch.strided:
         raise UsageError(f"parameter {name} is sparse; parameters must be dense")
     if any(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pydist import _C
+from pydist._device import on_device
 
 if TYPE_CHECKING:
     from pydist._engine import Engine
@@ -17,7 +18,8 @@ def synchronize_buffers(
 
     They are written in place, but for a buffer that is held elsewhere: a graph whose backward is
     still to come may have saved it, and must find there what its forward used. Where such a buffer
-    receives other values, a new tensor takes its place in the module.
+    receives other values, a new tensor takes its place in the module. On a device, where comparing
+    them would wait for it, one does in any case.
     """
     if not buffers:
         return
@@ -27,7 +29,7 @@ def synchronize_buffers(
         targets[index] = _empty_like(buffers[index])
     engine.broadcast_tensors(targets, root)
     for index in held:
-        if not torch.equal(targets[index], buffers[index]):
+        if on_device(buffers[index]) or not torch.equal(targets[index], buffers[index]):
             _exchange(module, buffers[index], targets[index])
 
 

@@ -1,5 +1,6 @@
 """Owns the engine of each torch group: how its ranks reach each other, made at its first use."""
 
+import hashlib
 import os
 import threading
 import weakref
@@ -14,8 +15,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from pydist import _C
+from pydist._device import on_device
 from pydist._process_group import ProcessGroupOperations
-from pydist.errors import HostError, PeerError, UsageError
+from pydist._torch_groups import cpu_backend, own_gloo_group, own_store, time_limit_s
+from pydist.errors import HostError, MismatchError, PeerError, UsageError
 
 TRANSPORTS = ("shared_memory", "process_group")
 
@@ -64,13 +67,19 @@ class Engine:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank: int = group.rank()
         self.size: int = group.size()
-        self.timeout_s = _timeout_s(group)
+        self.timeout_s = time_limit_s(group)
         self.global_ranks: list[int] = dist.get_process_group_ranks(group)
         self._backend = str(dist.get_backend(group))
-        self._store = _own_store(group, self.size)
+        # Over the CPU, groups of our own can have Gloo where the user's has it, or has nothing.
+        self._cpu_backend = cpu_backend(group)
+        self._takes_gloo = self._cpu_backend in ("gloo", "")
+        self._store = own_store(group, self.size)
         self._num_prefixes: dict[str, int] = {}
         self.communicator: _C.Communicator | None = self._connect(str(group.group_desc))
-        self.operations: Operations = self.communicator or ProcessGroupOperations(group)
+        self._host_group: dist.ProcessGroup | None = None  # its operations hold it weakly
+        self.operations: Operations = self.communicator or self._group_operations(group)
+        self._device_communicators: dict[int, _C.NcclCommunicator] = {}
+        self._equal_kinds: set[tuple[int, bytes]] = set()  # of tensors broadcast on devices
         self.transport = TRANSPORTS[0] if self.communicator is not None else TRANSPORTS[1]
         self._group = weakref.ref(group)
         self._retired: list[dist.ProcessGroup] = []
@@ -102,6 +111,33 @@ class Engine:
                 raise
             return None
 
+    def _group_operations(self, group: dist.ProcessGroup) -> ProcessGroupOperations:
+        """Of the user's group; of one of our own where that cannot take tensors of the CPU."""
+        if not self._cpu_backend:
+            group = self._host_group = self._own_group("host")
+        return ProcessGroupOperations(group)
+
+    def device_communicator(self, device: int) -> _C.NcclCommunicator:
+        """For models' state, on that device; the first call for a device is collective."""
+        if device not in self._device_communicators:
+            self._device_communicators[device] = self.make_device_communicator(
+                device, f"the state of models on device {device}", "restart the job"
+            )
+        return self._device_communicators[device]
+
+    def make_device_communicator(self, device: int, name: str, remedy: str) -> _C.NcclCommunicator:
+        """One more, for calls in an order of their own. Collective."""
+        return _C.NcclCommunicator(
+            store=self.store_prefix("nccl"),
+            rank=self.rank,
+            size=self.size,
+            device=device,
+            timeout_s=self.timeout_s,
+            name=name,
+            remedy=remedy,
+            global_ranks=self.global_ranks,
+        )
+
     @property
     def side_operations(self) -> SideOperations:
         """For collectives within a backward. Their first use is collective.
@@ -122,7 +158,7 @@ class Engine:
         self._side_operations = operations
 
     def _make_side_group(self) -> dist.ProcessGroup:
-        if self._backend == "gloo":
+        if self._takes_gloo:
             return self._own_group("side")
         group = dist.new_group(
             self.global_ranks,
@@ -145,7 +181,7 @@ class Engine:
             return None
         group = self._group()
         assert group is not None
-        if self._backend != "gloo":
+        if not self._takes_gloo:
             return group
         own = self._own_group("rounds")
         # Making it took all ranks, so that none is in a round of an earlier reducer any more.
@@ -161,19 +197,10 @@ class Engine:
             return None
         group = self._group()
         assert group is not None
-        return self._own_group("channel") if self._backend == "gloo" else group
+        return self._own_group("channel") if self._takes_gloo else group
 
     def _own_group(self, purpose: str) -> dist.ProcessGroup:
-        """With Gloo, and unknown to torch's registry, which names groups by what else is there,
-        and that may differ between ranks. Collective."""
-        kind = dist.ProcessGroup.BackendType.GLOO
-        store = self.store_prefix(purpose)
-        own = dist.ProcessGroup(store, self.rank, self.size)
-        timeout = timedelta(seconds=self.timeout_s)
-        backend = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
-        own._set_default_backend(kind)
-        own._register_backend(torch.device("cpu"), kind, backend)
-        return own
+        return own_gloo_group(self.store_prefix(purpose), self.rank, self.size, self.timeout_s)
 
     def retire(self, group: dist.ProcessGroup) -> None:
         """Takes the group of a reducer that has ended: peers may still be in its last round."""
@@ -226,10 +253,45 @@ class Engine:
             targets = [_without_repeats(tensor.detach()) for tensor in tensors]
             # What is written in place must be plain memory without gaps.
             dense = [t if _is_plain(t) else _plain_copy(t) for t in targets]
-            self.operations.broadcast_many(dense, root)
+            self._broadcast_on_devices([t for t in dense if on_device(t)], root)
+            on_host = [t for t in dense if not on_device(t)]
+            if on_host or not dense:
+                self.operations.broadcast_many(on_host, root)
             for target, source in zip(targets, dense, strict=True):
                 if target is not source and self.rank != root:
                     target.copy_(source)
+
+    def _broadcast_on_devices(self, tensors: list[Tensor], root: int) -> None:
+        if self.size == 1:
+            return
+        by_device: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(device_index(tensor), []).append(tensor)
+        for device, there in sorted(by_device.items()):
+            self._check_equal_kinds(device, there)
+            communicator = self.device_communicator(device)
+            communicator.after_current_stream()
+            communicator.broadcast(there, root, "the state of a model")
+            communicator.before_current_stream()
+
+    def _check_equal_kinds(self, device: int, tensors: list[Tensor]) -> None:
+        """Raises MismatchError where ranks differ; they ask each other when anything is new."""
+        kinds = str([(tuple(tensor.shape), tensor.dtype) for tensor in tensors]).encode()
+        if (device, kinds) in self._equal_kinds:
+            return
+        for rank, theirs in enumerate(self.exchange_bytes(hashlib.sha256(kinds).digest())):
+            if theirs != hashlib.sha256(kinds).digest():
+                raise MismatchError(
+                    f"rank {self.global_ranks[self.rank]} and rank {self.global_ranks[rank]} have "
+                    "parameters or buffers of different shapes or dtypes to make equal; build the "
+                    "same module on every rank"
+                )
+        self._equal_kinds.add((device, kinds))
+
+
+def device_index(tensor: Tensor) -> int:
+    """Of a tensor on a device; 0 for the one of the tests."""
+    return max(0, tensor.get_device())
 
 
 def _problem_text(problem: Exception) -> bytes:
@@ -251,31 +313,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _plain_copy(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
-
-
-def _timeout_s(group: dist.ProcessGroup) -> float:
-    """PYDIST_TIMEOUT_S, else the group's own, else torch's default."""
-    text = os.environ.get("PYDIST_TIMEOUT_S", "")
-    if text:
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = 0.0
-        if not seconds > 0:
-            raise UsageError(f"PYDIST_TIMEOUT_S is {text!r}; expected a number of seconds above 0")
-        return seconds
-    try:
-        timeout = group._get_backend(torch.device("cpu")).options._timeout
-    except (AttributeError, RuntimeError):  # no backend for the CPU, or one without options
-        timeout = dist.default_pg_timeout
-    return float(timeout / timedelta(seconds=1))
-
-
-def _own_store(group: dist.ProcessGroup, size: int) -> PrefixStore:
-    """Keys outlive groups, and names of groups come again: a generation keeps them apart."""
-    store = group.get_group_store()
-    generation = (store.add("pydist/generation", 1) - 1) // size
-    return PrefixStore(f"pydist/{generation}", store)
 
 
 class _Engines:

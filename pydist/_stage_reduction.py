@@ -30,6 +30,7 @@ from pydist.errors import PeerError, UsageError
 # Of DataParallel's arguments, those that mean the same for every stage.
 OPTIONS = frozenset(
     {
+        "algorithm",
         "audit_every",
         "batched_grad_copy",
         "broadcast_buffers",

@@ -11,12 +11,13 @@ from pydist import _C
 from pydist._arguments import (
     BucketCaps,
     Delayed,
+    check_device_options,
     check_environment,
     check_parameter,
     resolve_devices,
 )
 from pydist._comm_hooks import Hook, engine_wire_dtype, reducer_hook
-from pydist._engine import Engine, group_engine
+from pydist._engine import Engine, device_index, group_engine
 from pydist._logging_data import DataParallelLogger
 from pydist._module_watch import ModuleWatch
 from pydist._nesting import Nesting
@@ -32,13 +33,16 @@ _T = TypeVar("_T", bound=torch.Tensor)
 class Wrapping(TorchSurface):
     """DataParallel's part that is done once for a module, again for a copy or another group."""
 
+    _algorithm: str
     _bucket_caps: BucketCaps
+    _communicator: Any
     _comm_hooks: list[tuple[Hook, Any]]
     _delayed: Delayed
     _device_arguments: tuple[Any, Any]
     _engine: Engine
     _names: list[str]
     _nesting: Nesting
+    _on_device: bool
     _wire_dtype: str | None
     audit_every: int | None
     parameters_to_ignore: set[str]
@@ -59,6 +63,7 @@ class Wrapping(TorchSurface):
             sparse = sparse_parameters(self.module)
             self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
             self._place(parameters)
+            self._check_sparse()
             adopt_sync_batchnorm(self.module)
         if init_sync:
             verify_models(self._engine, self._model_name, describe_tensors(self._state()))
@@ -69,7 +74,7 @@ class Wrapping(TorchSurface):
         self.logger = DataParallelLogger(self)
 
     def _make_reducer(self, parameters: list[torch.Tensor]) -> None:
-        group = self._engine.round_group()
+        group = None if self._on_device else self._engine.round_group()
         self._reducer = _C.Reducer(
             parameters=parameters,
             names=self._names,
@@ -79,7 +84,7 @@ class Wrapping(TorchSurface):
             size=self._engine.size,
             timeout_s=self._engine.timeout_s,
             global_ranks=self._engine.global_ranks,
-            settings=self._reducer_settings(),
+            settings=self._reducer_settings(parameters),
         )
         if group is not None and group is not self.process_group:
             weakref.finalize(self._reducer, self._engine.retire, group).atexit = False
@@ -87,10 +92,18 @@ class Wrapping(TorchSurface):
 
     def _place(self, parameters: list[torch.Tensor]) -> None:
         """Where the module is, in torch's attributes."""
-        where = resolve_devices(*self._device_arguments, parameters)
+        where = resolve_devices(*self._device_arguments, self._names, parameters)
         self.device_ids, self.output_device = where.device_ids, where.output_device
         self.device, self.device_type = where.device, where.device.type
         self.is_multi_device_module = where.multi
+        self._on_device = check_device_options(parameters, self._wire_dtype, self._algorithm)
+
+    def _check_sparse(self) -> None:
+        if self._on_device and self._sparse:
+            raise NotImplementedError(
+                f"parameter {self._names[self._sparse[0]]} has sparse gradients, which are "
+                "averaged on the CPU only; make its Embedding or EmbeddingBag with sparse=False"
+            )
 
     def _agreed_settings(self, parameters: list[torch.Tensor]) -> dict[str, Any]:
         """What units depend on, so that no rank reduces others than its peers."""
@@ -103,15 +116,19 @@ class Wrapping(TorchSurface):
             "delayed parameters": self._delayed.settings(self._names),
             "unused_parameters": self.unused_parameters,
             "audit_every": self.audit_every,
+            "algorithm": self._algorithm,
+            "on a GPU": self._on_device,
             "number of parameters": len(parameters),
             "elements of each parameter": [p.numel() for p in parameters],
             "dtype of each parameter": [str(p.dtype) for p in parameters],
             "parameters with sparse gradients": [self._names[i] for i in self._sparse],
         }
 
-    def _reducer_settings(self) -> dict[str, Any]:
+    def _reducer_settings(self, parameters: list[torch.Tensor]) -> dict[str, Any]:
         """What the C++ reducer reads (see bindings_reducer.cpp)."""
         return {
+            "communicator": self._reducer_communicator(parameters),
+            "algorithm": self._algorithm,
             "name": self._model_name,
             "remedy": self._remedy,
             "clue": self._clue,
@@ -126,6 +143,15 @@ class Wrapping(TorchSurface):
             "unused_is_error": self.unused_parameters == "error",
             **self._delayed.settings(self._names),
         }
+
+    def _reducer_communicator(self, parameters: list[torch.Tensor]) -> Any:
+        """One of its own: models' backwards may come in another order than other calls do."""
+        self._communicator = None
+        if self._on_device:
+            self._communicator = self._engine.make_device_communicator(
+                device_index(parameters[0]), f"the reducer of {self._model_name}", self._remedy
+            )
+        return self._communicator
 
     @property
     def _model_name(self) -> str:

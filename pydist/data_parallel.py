@@ -13,6 +13,7 @@ from pydist import _C
 from pydist._arguments import (
     check_parameter,
     default_group,
+    resolve_algorithm,
     resolve_bucket_caps,
     resolve_buffer_sync,
     resolve_delayed,
@@ -54,8 +55,10 @@ class DataParallel(JoinSurface, HookSurface):
     :class:`pydist.SyncBatchNorm` in place.
 
     Args:
-        module: the module, on the CPU, with the same parameters on every rank.
-        device_ids, output_device: None, for modules on the CPU; those on GPUs are refused for now.
+        module: the module, on the CPU or on one GPU per process, with the same parameters on every
+            rank.
+        device_ids, output_device: as in torch: for a module on a GPU, a list of that one, where
+            inputs are moved to; None for modules on the CPU, and where inputs stay where they are.
         dim: the dimension along which scatter() and gather() cut and join tensors.
         broadcast_buffers, forward_sync_buffers: buffers follow the first rank's before each
             forward that comes after a synchronised one. Default: True. The first name is
@@ -85,7 +88,8 @@ class DataParallel(JoinSurface, HookSurface):
             default ``param_dtype``, as with ``wire_dtype``; with gradient_as_bucket_view in their
             own type, which is more exact.
         batched_grad_copy: changes nothing: gradients are always copied into a bucket in one pass.
-        wire_dtype: torch.bfloat16 or torch.float16: gradients of wider types travel in this one,
+        wire_dtype: torch.bfloat16, torch.float16 or, on GPUs, torch.float8_e4m3fn (with a scale for
+            every block of elements): gradients of wider types travel in this one,
             which halves the bytes of float32. Each rank's contribution is rounded to it once (to
             nearest, ties to even), sums are taken in float32 in rank order, and the mean is rounded
             once more; ``.grad`` keeps its own type. What is too large for float16 (beyond 65504)
@@ -99,11 +103,21 @@ class DataParallel(JoinSurface, HookSurface):
         audit_every: compare every bit of the parameters across ranks before the first forward and
             after so many steps each, as check_replicas() does, and raise MismatchError where they
             differ; None: never, or 100 where TORCH_DISTRIBUTED_DEBUG=DETAIL. Not within join().
+        algorithm: of modules on GPUs: how means are computed. "nccl" is NCCL's all-reduce, "ring" a
+            ring over NCCL's send and receive, "slices" has each rank add one part of everybody's
+            gradients, in float32 and in rank order: the bits of the CPU. "auto" takes the fastest
+            by a cost model that all ranks agree on, and "slices" for float16, where sums overflow.
+
+    On GPUs gradients are reduced on a stream of NCCL's while backward goes on, and the host waits
+    for nothing in a step that uses all trainable parameters; on a rank that does not, backward()
+    waits for the other ranks to say what they used. What is wrong on some rank is then found in the
+    step after. Steps can be captured in CUDA graphs, after one that was not, if they use every
+    trainable parameter. Sparse gradients are for modules on the CPU.
 
     Raises:
         MismatchError: models differ between ranks; on every rank, naming rank and parameter.
         UsageError: the module cannot be trained this way.
-        NotImplementedError: the module is on a GPU.
+        NotImplementedError: a module on a GPU has sparse gradients.
     """
 
     def __init__(
@@ -132,6 +146,7 @@ class DataParallel(JoinSurface, HookSurface):
         wire_dtype: torch.dtype | None = None,
         unused_parameters: str = "warn",
         audit_every: int | None = None,
+        algorithm: str = "auto",
     ) -> None:
         super().__init__()
         if not isinstance(module, torch.nn.Module):
@@ -173,6 +188,7 @@ class DataParallel(JoinSurface, HookSurface):
         if wire_dtype is None and not gradient_as_bucket_view:
             wire_dtype = reduction_dtype(self.mixed_precision)
         self._wire_dtype = resolve_wire_dtype(wire_dtype)
+        self._algorithm = resolve_algorithm(algorithm)
         if self.mixed_precision is not None:
             apply_mixed_precision(module, self.mixed_precision, self.parameters_to_ignore)
         self._warned_unused = False
@@ -316,10 +332,11 @@ class DataParallel(JoinSurface, HookSurface):
         """What happened so far, readable as a table: buckets, bytes, times, late ranks, hints."""
         if self._reducer is None:
             self._build(init_sync=False)
-        in_arena = self._engine.transport == "shared_memory" and not self.gradient_as_bucket_view
+        transport = "nccl" if self._on_device else self._engine.transport
+        in_arena = transport == "shared_memory" and not self.gradient_as_bucket_view
         return Report.of(
             model=self._model_name,
-            transport=self._engine.transport,
+            transport=transport,
             rank=self._engine.rank,
             size=self._engine.size,
             names=self._names,
@@ -340,7 +357,7 @@ class DataParallel(JoinSurface, HookSurface):
         if self.process_group != default_group():
             raise RuntimeError("DataParallel can be copied or pickled with the default group only")
         state = dict(self.__dict__)
-        for live in ("process_group", "_engine", "_watch", "_membership"):
+        for live in ("process_group", "_engine", "_watch", "_membership", "_communicator"):
             state.pop(live, None)
         state["_join_config"] = _JoinConfig.construct_disabled_join_config()
         state["_reducer"] = state["logger"] = None

@@ -70,7 +70,8 @@ class Report:
 
     Attributes:
         model: the name that messages use.
-        transport: "shared_memory" or "process_group".
+        transport: "shared_memory", "process_group" or, for a module on a GPU, "nccl". Of the
+            last, times are those of the host, which enqueues work and does not wait for it.
         rank, size: this rank in its group, and the group's size.
         num_rounds: backward passes that were synchronised.
         units: what is reduced at a time.

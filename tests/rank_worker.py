@@ -82,6 +82,8 @@ def call(rank: int, world_size: int, target: tuple[str, str], arguments: bytes) 
     started = time.monotonic()
     outcome = Outcome(rank)
     try:
+        if "PYDIST_EMULATED_LIBRARY" in os.environ:
+            resolve("emulated", "load")()
         function = resolve(*target)
         args, kwargs = pickle.loads(arguments)
         started = time.monotonic()

@@ -159,7 +159,7 @@ void HookRound::take_result() {
   const auto future = std::move(future_);
   future_ = nullptr;
   try {
-    if (future->hasError()) std::rethrow_exception(future->exception_ptr());
+    future->waitAndThrow();  // it is complete: the current stream waits for what it stands for
     copy_result(current_, hook_->parseHookResult(future->value()));
   } catch (...) {
     error_ = std::current_exception();
@@ -201,6 +201,21 @@ const std::vector<RoundRecord>& HookRound::end(const RoundRecord& mine) {
   inner_->finish();
   wait_s_ += inner_->wait_s() - inner_wait_s;
   return records_;
+}
+
+// Where the hook raised here, the others have to be asked whether it did there.
+bool HookRound::end_unanswered(const RoundRecord& mine) {
+  if (!inner_->answers_late()) return false;
+  wait_for_hook(true);
+  return error_ == nullptr && inner_->end_unanswered(resized(mine, options_.num_parameters + 1));
+}
+
+// Who raised alone has told the others by itself.
+const std::vector<RoundRecord>* HookRound::late_records() {
+  const std::vector<RoundRecord>* records = inner_->late_records();
+  if (records == nullptr) return nullptr;
+  for (int r = 0; r < size(); ++r) records_[r] = resized((*records)[r], options_.num_parameters);
+  return &records_;
 }
 
 // Raises if the hook raised anywhere.

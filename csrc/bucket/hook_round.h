@@ -44,10 +44,20 @@ class HookRound final : public Round {
   bool publishes_all() const override { return true; }
   void begin(int divisor) override;
   void begin_second(int divisor) override;
+  void accumulated(int unit) override { inner_->accumulated(unit); }
+  void open(int unit) override { inner_->open(unit); }
+  void copy(int unit, CopyDirection direction, const std::vector<PackItem>& items) override {
+    inner_->copy(unit, direction, items);
+  }
   void publish(int unit, void* data) override;
   void progress() override { advance(false); }
   const std::vector<RoundRecord>& end(const RoundRecord& mine) override;
+  bool end_unanswered(const RoundRecord& mine) override;
+  bool answers_late() const override { return inner_->answers_late(); }
+  const std::vector<RoundRecord>* late_records() override;
+  bool may_wait() const override { return inner_->may_wait(); }
   void finish() override {}  // results are in place since end()
+  void delivered() override { inner_->delivered(); }
   void check() override { inner_->check(); }
   void fail(const std::string& reason) noexcept override;
   bool drain() noexcept override;

@@ -17,7 +17,14 @@ struct PackItem {
   void* target = nullptr;
   DType to = DType::kUInt8;
   int64_t num_elements = 0;
+
+  bool operator==(const PackItem& other) const {
+    return source == other.source && from == other.from && target == other.target &&
+           to == other.to && num_elements == other.num_elements;
+  }
 };
+
+enum class CopyDirection : uint8_t { kToUnit, kFromUnit };
 
 void pack(const PackItem& item);
 void pack(const std::vector<PackItem>& items);

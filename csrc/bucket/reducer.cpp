@@ -10,7 +10,6 @@
 #include "base/clock.h"
 #include "base/fork.h"
 #include "bucket/autograd_boundary.h"
-#include "transport/arena.h"
 
 namespace pydist {
 
@@ -258,6 +257,7 @@ void Reducer::open_round(bool by_output) {
 }
 
 void Reducer::begin_round(int divisor) {
+  read_late_records();
   round_->begin(divisor);
   round_divisor_ = divisor;
   stats_.open(monotonic_ns());
@@ -270,17 +270,23 @@ void Reducer::begin_round(int divisor) {
   }
   gate_open_ = false;
   const bool choose = options_.skip_unused && counters_.num_rounds > 0;
+  Bitmap frozen(static_cast<int>(units_.size()));
   for (size_t u = 0; u < units_.size(); ++u) {
     UnitState& state = states_[u];
-    state.published = false;
-    state.missing = state.gated ? 1 : 0;
-    state.late = choose;
+    int num_counted = 0;
+    bool was_used = false;  // in the last round, and the same on all ranks
     for (const Member& member : units_[u].members) {
-      state.missing += parameters_[member.parameter].counted ? 1 : 0;
-      // Of the last round, and the same on all ranks.
-      if (used_by_any_.test(member.parameter)) state.late = false;
+      num_counted += parameters_[member.parameter].counted ? 1 : 0;
+      was_used = was_used || used_by_any_.test(member.parameter);
     }
-    state.late = state.late && round_->postpone(static_cast<int>(u));
+    state.published = false;
+    state.missing = num_counted + (state.gated ? 1 : 0);
+    state.late = choose && !was_used && round_->postpone(static_cast<int>(u));
+    if (num_counted == 0) frozen.set(static_cast<int>(u));
+  }
+  if (!round_->leave_out(frozen)) return;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    states_[u].late = states_[u].late || frozen.test(static_cast<int>(u));
   }
 }
 
@@ -319,6 +325,7 @@ void Reducer::after_accumulation(int index, const std::vector<at::Tensor>& incom
                parameter.name, " is sparse, but no Embedding or EmbeddingBag of ", options_.name,
                " had it with sparse=True when it was wrapped; say so there, or keep the gradient "
                "dense");
+  round_->accumulated(parameter.unit);
   if (states_[parameter.unit].published) {
     record_.again.set(index);
   } else if (!parameter.ready) {
@@ -355,7 +362,8 @@ const char* Reducer::publish_in_place(int unit, const std::vector<at::Tensor>& i
   UnitState& state = states_[unit];
   state.in_place = gradient.data_ptr();
   hand_over(parameter, gradient, true);
-  Arena::instance().pin(state.in_place);
+  state.storage = gradient.storage();
+  round_->pin(state.in_place);
   counters_.born_nbytes += parameter.nbytes;
   publish(unit, state.in_place);
   return nullptr;

@@ -70,6 +70,7 @@ struct ReducerOptions {
   std::vector<int> sparse;    // parameters whose gradients are sparse
   AverageSparse average_sparse;
   bool unused_is_error = false;  // a round raises where a rank did not use a trainable parameter
+  bool reduces_alone = false;    // also a group of one rank, for tests and benchmarks of one device
 };
 
 // What the reducer did since it was made.
@@ -203,6 +204,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     bool late = false;   // nobody used it in the last round: travels after end(), if at all
     bool published = false;
     void* in_place = nullptr;  // the gradient's own memory, pinned
+    c10::Storage storage;      // that memory's, so that it outlives `.grad`
     at::Tensor bucket;         // bucket_view: what `.grad` are views of
   };
 
@@ -239,15 +241,22 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void second_round(const Bitmap& again);
   void average_sparse();
   Bitmap trainable() const;
-  bool reduces() const { return round_->size() > 1 || options_.comm_hook; }
+  bool reduces() const {
+    return round_->size() > 1 || options_.comm_hook || options_.reduces_alone;
+  }
   void check_trainable(const std::vector<RoundRecord>& records) const;
+  void check_again(const std::vector<RoundRecord>& records) const;
   // A backward should give it a gradient.
   static bool is_expected(const Parameter& parameter) {
     return parameter.variable.requires_grad() && (parameter.unit >= 0 || parameter.sparse);
   }
   void raise_if_unused() const;
   void announce_end();
+  Bitmap agree();
+  std::string why_answer_is_needed() const;
+  void note_use(const std::vector<RoundRecord>& records);
   void note_meeting(const std::vector<RoundRecord>& records);
+  void read_late_records();
   // Between gradients and units.
   // The gradient travels in another type than its own.
   bool narrowed(const Parameter& parameter) const {
@@ -266,8 +275,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void pack_unit(int unit, bool only_again);
   void deliver(const Bitmap& used);
   void deliver_in_place(Parameter& parameter, UnitState& state);
-  void deliver_packed(Parameter& parameter);
-  void fill_packed(const Parameter& parameter, at::Tensor& gradient);
+  void deliver_unit(int unit, const Bitmap& used);
+  void deliver_packed(Parameter& parameter, std::vector<PackItem>& items);
+  void fill_packed(const Parameter& parameter, at::Tensor& gradient, std::vector<PackItem>& items);
   void add_second(int unit, const Bitmap& again, const at::Tensor& first);
   at::Tensor bucket_of(int unit);
   at::Tensor view_of(const Parameter& parameter);

@@ -8,7 +8,6 @@
 #include "base/clock.h"
 #include "base/fork.h"
 #include "bucket/reducer.h"
-#include "transport/arena.h"
 
 namespace pydist {
 
@@ -26,16 +25,7 @@ void Reducer::settle_round() {
   if (round_->publishes_all()) publish_missing(nullptr);
   check_handed();
   record_.busy_ns = shadows_ ? 0 : stats_.busy_ns(monotonic_ns());
-  const std::vector<RoundRecord>& records =
-      *marks_.around_agreement([&] { return &round_->end(record_); });
-  note_meeting(records);
-  check_trainable(records);
-  Bitmap again(static_cast<int>(parameters_.size()));
-  used_by_any_.clear();
-  for (const RoundRecord& record : records) {
-    used_by_any_.merge(record.used);
-    again.merge(record.again);
-  }
+  const Bitmap again = marks_.around_agreement([&] { return agree(); });
   publish_missing(&used_by_any_);
   round_->finish();
   marks_.finished();
@@ -44,6 +34,7 @@ void Reducer::settle_round() {
   publish_late_ = publish_late_ || (options_.comm_hook && again.any());
   average_sparse();
   if (!receives_) deliver(Bitmap(static_cast<int>(parameters_.size())));  // only puts back
+  round_->delivered();
   stats_.finish(monotonic_ns());
   last_ready_order_.swap(ready_order_);
   if (counters_.num_rounds++ == 0) used_first_ = used_by_any_;
@@ -66,6 +57,72 @@ void Reducer::announce_end() {
   stats_.discount(monotonic_ns() - start_ns);
 }
 
+// Leaves in used_by_any_ what ranks used; returns what is to be reduced again. Where this rank used
+// all that it could, nothing that the others tell could change what it does now.
+Bitmap Reducer::agree() {
+  const std::string why = round_->answers_late() ? why_answer_is_needed() : "";
+  PYDIST_CHECK(why.empty() || round_->may_wait(), UsageError, why, ", so that ", options_.name,
+               " has to ask the other ranks, which cannot be captured in a CUDA graph; use every "
+               "trainable parameter once in a captured step, or freeze those that it does not use");
+  if (why.empty() && round_->end_unanswered(record_)) {
+    used_by_any_ = record_.used;
+    return record_.again;
+  }
+  const std::vector<RoundRecord>& records = round_->end(record_);
+  note_use(records);
+  if (!round_->answers_late()) note_meeting(records);
+  check_trainable(records);
+  if (round_->answers_late()) check_again(records);
+  Bitmap again(static_cast<int>(parameters_.size()));
+  used_by_any_.clear();
+  for (const RoundRecord& record : records) {
+    used_by_any_.merge(record.used);
+    again.merge(record.again);
+  }
+  return again;
+}
+
+// Empty where it is not.
+std::string Reducer::why_answer_is_needed() const {
+  if (shadows_) return "this rank takes part in the others' backward";
+  if (options_.unused_is_error) return "unused_parameters is \"error\"";
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& parameter = parameters_[i];
+    const int index = static_cast<int>(i);
+    if (is_expected(parameter) && !record_.used.test(index)) {
+      return concat("parameter ", parameter.name, " was not used");
+    }
+    if (record_.again.test(index)) {
+      return concat("parameter ", parameter.name, " got two gradients in one backward");
+    }
+  }
+  return "";
+}
+
+// Each rank finds the same in them, if not in the same step.
+void Reducer::read_late_records() {
+  while (const std::vector<RoundRecord>* records = round_->late_records()) {
+    note_use(*records);
+    try {
+      check_trainable(*records);
+    } catch (const MismatchError& error) {
+      last_error_ = error.what();
+      round_->fail(error.what());
+      throw;
+    }
+  }
+}
+
+void Reducer::note_use(const std::vector<RoundRecord>& records) {
+  last_used_.clear();
+  for (const RoundRecord& record : records) {
+    last_used_.push_back(record.used);
+    // Of a part of a backward we cannot tell what was left out.
+    if (record.whole == 0) last_used_.back().merge(record.trainable);
+    if (record.shadows()) last_used_.back().fill();
+  }
+}
+
 void Reducer::note_meeting(const std::vector<RoundRecord>& records) {
   std::vector<int64_t> busy_ns;
   // A rank that only shadows the round counts as the first of the others to come.
@@ -73,13 +130,8 @@ void Reducer::note_meeting(const std::vector<RoundRecord>& records) {
   for (const RoundRecord& record : records) {
     if (!record.shadows()) shortest_ns = std::min(shortest_ns, record.busy_ns);
   }
-  last_used_.clear();
   for (const RoundRecord& record : records) {
     busy_ns.push_back(static_cast<int64_t>(record.shadows() ? shortest_ns : record.busy_ns));
-    last_used_.push_back(record.used);
-    // Of a part of a backward we cannot tell what was left out.
-    if (record.whole == 0) last_used_.back().merge(record.trainable);
-    if (record.shadows()) last_used_.back().fill();
   }
   stats_.meet(monotonic_ns(), round_->rank(), busy_ns);
 }
@@ -101,7 +153,7 @@ void Reducer::second_round(const Bitmap& again) {
     pack_unit(unit, true);
     round_->publish(unit, round_->unit_memory(unit));
   }
-  round_->end(record_);
+  if (!round_->end_unanswered(record_)) round_->end(record_);
   round_->finish();
   if (!receives_) return;
   for (const auto& [unit, first] : firsts) add_second(unit, again, first);
@@ -154,8 +206,9 @@ void Reducer::drop_round(const std::string& reason) noexcept {
 void Reducer::release_pins(bool quiet) noexcept {
   for (UnitState& state : states_) {
     // Where a peer might still write, the block stays pinned for ever.
-    if (state.in_place != nullptr && quiet) Arena::instance().unpin(state.in_place);
+    if (state.in_place != nullptr && quiet) round_->unpin(state.in_place);
     state.in_place = nullptr;
+    state.storage = c10::Storage();
   }
 }
 

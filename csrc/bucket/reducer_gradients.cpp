@@ -7,10 +7,11 @@
 #include <c10/util/strides.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <utility>
+
 #include "base/check.h"
 #include "bucket/mean_graph.h"
 #include "bucket/reducer.h"
-#include "transport/arena.h"
 
 // torch from 2.13 on has a test of its own for a tensor that one holder may take over; where it is
 // missing, this one is found in its place (the ellipsis loses against any other declaration). A
@@ -114,7 +115,12 @@ at::Tensor Reducer::like_unit(const Parameter& parameter, void* memory) const {
   const auto options = variable.options().requires_grad(false);
   const auto strides = view_strides(parameter);
   if (memory == nullptr) return at::empty_strided(variable.sizes(), strides, options);
-  return at::from_blob(memory, variable.sizes(), strides, options);
+  // With the device given, nobody has to ask whose memory it is.
+  return at::for_blob(memory, variable.sizes())
+      .strides(strides)
+      .options(options)
+      .target_device(options.device())
+      .make_tensor();
 }
 
 // The general way into the unit, for a gradient in whatever layout.
@@ -124,14 +130,14 @@ void Reducer::write_unit(const Parameter& parameter, const at::Tensor& gradient)
     return;
   }
   const at::Tensor ordered = like_unit(parameter, nullptr).copy_(gradient);
-  pack(to_unit(parameter, ordered.data_ptr()));
+  round_->copy(parameter.unit, CopyDirection::kToUnit, {to_unit(parameter, ordered.data_ptr())});
 }
 
 // The parameter's part of its unit: the memory itself, or a copy in the parameter's type.
 at::Tensor Reducer::read_unit(const Parameter& parameter) const {
   if (!narrowed(parameter)) return like_unit(parameter, member_memory(parameter));
   at::Tensor values = like_unit(parameter, nullptr);
-  pack(from_unit(parameter, values.data_ptr()));
+  round_->copy(parameter.unit, CopyDirection::kFromUnit, {from_unit(parameter, values.data_ptr())});
   return values;
 }
 
@@ -142,9 +148,12 @@ at::Tensor Reducer::bucket_of(int unit) {
     const at::Tensor& sample = parameters_[units_[unit].members.front().parameter].variable;
     const int64_t elements = units_[unit].num_elements / (sample.is_complex() ? 2 : 1);
     auto held = round_->hold_memory(unit);
-    state.bucket = at::from_blob(
-        round_->unit_memory(unit), {elements}, [held](void*) {},
-        sample.options().requires_grad(false));
+    const auto options = sample.options().requires_grad(false);
+    state.bucket = at::for_blob(round_->unit_memory(unit), {elements})
+                       .deleter([held](void*) {})
+                       .options(options)
+                       .target_device(options.device())
+                       .make_tensor();
   }
   return state.bucket;
 }
@@ -198,6 +207,7 @@ void Reducer::check_handed() const {
 // second round, what came again.
 void Reducer::pack_unit(int unit, bool only_again) {
   const at::NoGradGuard no_grad;
+  round_->open(unit);
   std::vector<PackItem> items;
   items.reserve(units_[unit].members.size());
   for (const Member& member : units_[unit].members) {
@@ -224,46 +234,53 @@ void Reducer::pack_unit(int unit, bool only_again) {
       items.push_back(to_unit(parameter, gradient.data_ptr()));
     }
   }
-  pack(items);
+  round_->copy(unit, CopyDirection::kToUnit, items);
 }
 
 void Reducer::deliver(const Bitmap& used) {
   const at::NoGradGuard no_grad;
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    Parameter& parameter = parameters_[i];
-    if (parameter.unit < 0) continue;
+  for (size_t u = 0; u < units_.size(); ++u) deliver_unit(static_cast<int>(u), used);
+}
+
+void Reducer::deliver_unit(int unit, const Bitmap& used) {
+  std::vector<PackItem> items;
+  for (const Member& member : units_[unit].members) {
+    Parameter& parameter = parameters_[member.parameter];
     const at::Tensor kept = std::move(parameter.kept);
-    if (!used.test(static_cast<int>(i))) {
+    if (!used.test(member.parameter)) {
       if (kept.defined()) parameter.variable.mutable_grad().copy_(kept);
-      continue;
-    }
-    UnitState& state = states_[parameter.unit];
-    if (state.in_place != nullptr) {
-      deliver_in_place(parameter, state);
+    } else if (states_[unit].in_place != nullptr) {
+      deliver_in_place(parameter, states_[unit]);
     } else {
-      deliver_packed(parameter);
+      deliver_packed(parameter, items);
     }
   }
+  round_->copy(unit, CopyDirection::kFromUnit, items);
 }
 
 // The mean is where the gradient was; only who looked away must be told.
 void Reducer::deliver_in_place(Parameter& parameter, UnitState& state) {
-  Arena::instance().unpin(state.in_place);
+  round_->unpin(state.in_place);
   state.in_place = nullptr;
+  state.storage = c10::Storage();
   const at::Tensor& gradient = parameter.is_aside ? parameter.aside : parameter.variable.grad();
   gradient.unsafeGetTensorImpl()->bump_version();
 }
 
-void Reducer::deliver_packed(Parameter& parameter) {
+void Reducer::deliver_packed(Parameter& parameter, std::vector<PackItem>& items) {
   at::Tensor& gradient = parameter.is_aside ? parameter.aside : parameter.variable.mutable_grad();
   check_present(parameter);
   const bool had_graph = gradient.defined() && gradient.requires_grad();  // create_graph
   if (had_graph) gradient = at::Tensor();
-  fill_packed(parameter, gradient);
-  if (had_graph) gradient = without_derivative(gradient, parameter.name);
+  fill_packed(parameter, gradient, items);
+  if (!had_graph) return;
+  round_->copy(parameter.unit, CopyDirection::kFromUnit, std::exchange(items, {}));
+  gradient = without_derivative(gradient, parameter.name);
 }
 
-void Reducer::fill_packed(const Parameter& parameter, at::Tensor& gradient) {
+// Copies, or notes in `items` what is to be copied.
+void Reducer::fill_packed(const Parameter& parameter, at::Tensor& gradient,
+                          std::vector<PackItem>& items) {
   if (options_.bucket_view) {
     const bool is_view = gradient.defined() && gradient.data_ptr() == member_memory(parameter);
     if (!is_view) gradient = view_of(parameter);
@@ -273,7 +290,7 @@ void Reducer::fill_packed(const Parameter& parameter, at::Tensor& gradient) {
   if (!gradient.defined()) gradient = like_unit(parameter, nullptr);
   check_memory(parameter.name, gradient);
   if (parameter.dense && same_layout(parameter.variable, gradient)) {
-    pack(from_unit(parameter, gradient.data_ptr()));
+    items.push_back(from_unit(parameter, gradient.data_ptr()));
     gradient.unsafeGetTensorImpl()->bump_version();
   } else {
     gradient.detach().copy_(read_unit(parameter));

@@ -224,6 +224,7 @@ void Reducer::prepare(bool synchronize) {
     throw with_rank;
   }
   if (synchronize) round_->check();
+  if (synchronize) read_late_records();
   stats_.begin_forward(monotonic_ns());
 }
 

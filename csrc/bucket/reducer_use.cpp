@@ -49,6 +49,27 @@ void Reducer::check_trainable(const std::vector<RoundRecord>& records) const {
   }
 }
 
+// Where ranks need not wait for each other, one that got no second gradient is a step ahead
+// already.
+void Reducer::check_again(const std::vector<RoundRecord>& records) const {
+  const auto mine = static_cast<size_t>(round_->rank());
+  for (size_t r = 0; r < records.size(); ++r) {
+    if (shadows_ || records[r].shadows() || records[r].again == record_.again) continue;
+    size_t i = 0;
+    while (records[r].again.test(static_cast<int>(i)) == record_.again.test(static_cast<int>(i))) {
+      ++i;
+    }
+    const bool here = record_.again.test(static_cast<int>(i));
+    throw MismatchError(concat(
+        "parameter ", parameters_[i].name, " of ", options_.name,
+        " got two gradients in one backward on ",
+        round_->describe(static_cast<int>(here ? mine : r)), ", but one on ",
+        round_->describe(static_cast<int>(here ? r : mine)),
+        "; on a device ranks have to agree in this: use reentrant checkpoints alike on every rank, "
+        "or torch.utils.checkpoint with use_reentrant=False"));
+  }
+}
+
 std::vector<int> Reducer::unused_in_last_round() const {
   std::vector<int> unused;
   if (counters_.num_rounds == 0) return unused;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bucket/layout.h"
+#include "bucket/pack.h"
 
 namespace pydist {
 
@@ -103,6 +104,9 @@ class Round {
   virtual std::shared_ptr<void> hold_memory(int unit) = 0;
   // True if peers can reduce a unit where it lies, at `data`.
   virtual bool reaches(const void* data) const = 0;
+  // Keeps memory of the caller's, which a unit is reduced in, from being given to anybody else.
+  virtual void pin(void*) {}
+  virtual void unpin(void*) noexcept {}
   // True if every unit that is not postponed must have been published before end(), by every rank.
   virtual bool publishes_all() const = 0;
 
@@ -112,6 +116,16 @@ class Round {
   // published after end(), by all ranks in the same order, or not at all.
   // False where the round takes no such promise.
   virtual bool postpone(int) { return false; }
+  // After begin(): these units have nobody's gradient in this round, and are not published. The
+  // same on all ranks, which ask each other where it has changed. False where the round takes no
+  // such promise.
+  virtual bool leave_out(const Bitmap&) { return false; }
+  // On a device: the current stream has just accumulated a gradient of this unit.
+  virtual void accumulated(int) {}
+  // The current stream reads the unit's gradients, and writes its memory, from here to publish().
+  virtual void open(int) {}
+  // Copies between gradients and the unit's memory.
+  virtual void copy(int, CopyDirection, const std::vector<PackItem>& items) { pack(items); }
   // Another round of the same backward.
   virtual void begin_second(int divisor) { begin(divisor); }
   // Hands the unit over: nobody but the round may touch `data` until finish() has returned or
@@ -121,8 +135,19 @@ class Round {
   virtual void progress() = 0;
   // Gives this rank's record and returns every rank's. Waits; raises PeerError and TimeoutError.
   virtual const std::vector<RoundRecord>& end(const RoundRecord& mine) = 0;
+  // The same where nobody needs the answer now: it comes from late_records(), and nothing waits.
+  // Each rank chooses between the two. False where the round cannot: then end() is to be called.
+  virtual bool end_unanswered(const RoundRecord&) { return false; }
+  // True if ranks may call end_unanswered().
+  virtual bool answers_late() const { return false; }
+  // The oldest answer that has come since, once; null if there is none.
+  virtual const std::vector<RoundRecord>* late_records() { return nullptr; }
+  // False while a graph is captured: then end() is refused.
+  virtual bool may_wait() const { return true; }
   // Waits until every published unit holds the mean.
   virtual void finish() = 0;
+  // All copies from units are on their way.
+  virtual void delivered() {}
 
   // Raises PeerError if a peer has failed or died.
   virtual void check() = 0;

@@ -94,6 +94,10 @@ bool SharedRound::reaches(const void* data) const {
   return size() > 1 && Arena::instance().is_block(data);
 }
 
+void SharedRound::pin(void* data) { Arena::instance().pin(data); }
+
+void SharedRound::unpin(void* data) noexcept { Arena::instance().unpin(data); }
+
 void SharedRound::begin(int divisor) {
   check();
   ++round_;

@@ -42,6 +42,8 @@ class SharedRound final : public Round {
   void* unit_memory(int unit) override;
   std::shared_ptr<void> hold_memory(int unit) override;
   bool reaches(const void* data) const override;
+  void pin(void* data) override;
+  void unpin(void* data) noexcept override;
   bool publishes_all() const override { return false; }
   void begin(int divisor) override;
   void publish(int unit, void* data) override;

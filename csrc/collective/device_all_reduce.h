@@ -1,7 +1,8 @@
 // The mean of a bucket over the ranks of a device's group: which algorithm, and each of them.
 //
 //   nccl    NCCL's own all-reduce
-//   ring    reduce-scatter and all-gather along a ring over send and receive (ring_plan.h), segments
+//   ring    reduce-scatter and all-gather along a ring over send and receive (ring_plan.h),
+//   segments
 //           under way while the one before is added
 //   slices  all-to-all to owners, who add in float32 in rank order, scale and round once; then
 //           all-gather. The bits of the other transports, whatever the wire type.
@@ -18,7 +19,12 @@
 
 namespace pydist {
 
-enum class WireType : uint8_t { kSame, kFloat16, kBFloat16, kFloat8 };  // kFloat8: e4m3, block scales
+enum class WireType : uint8_t {
+  kSame,
+  kFloat16,
+  kBFloat16,
+  kFloat8
+};  // kFloat8: e4m3, block scales
 
 enum class Algorithm : uint8_t { kAuto, kNccl, kRing, kSlices };
 

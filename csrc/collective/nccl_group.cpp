@@ -166,7 +166,6 @@ void NcclGroup::exchange(const std::vector<Transfer>& transfers, const std::stri
     require_rank(transfer.peer);
     if (transfer.sends) sent_nbytes += transfer.nbytes;
   }
-  if (transfers.empty()) return;
   enqueue("exchanging", what, sent_nbytes, [&](nccl::Comm comm) {
     return grouped(api(), [&](const auto& note) {
       for (const Transfer& t : transfers) {

@@ -114,6 +114,10 @@ int emulation_hold(int holds) {
   return guarded([&] { device().hold(holds != 0); });
 }
 
+int emulation_num_launches(uint64_t* count) {
+  return guarded([&] { *count = num_launches(); });
+}
+
 const char* emulation_take_faults() {
   static thread_local std::string text;
   text.clear();

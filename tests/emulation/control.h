@@ -7,6 +7,7 @@
 namespace pydist::emulation {
 
 DeviceRuntime& emulated_runtime();
+uint64_t num_launches();  // of kernels, since the start
 
 }  // namespace pydist::emulation
 
@@ -25,6 +26,7 @@ int emulation_plant(const char* bug, int64_t nth);
 int emulation_reset(uint64_t seed);
 int emulation_synchronize();
 int emulation_hold(int holds);
+int emulation_num_launches(uint64_t* count);
 // One a line, and forgets them.
 const char* emulation_take_faults();
 

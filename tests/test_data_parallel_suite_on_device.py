@@ -1,0 +1,58 @@
+"""Owns the run of DataParallel's tests on the emulated device: what holds on the CPU holds there.
+
+Tests that take the fixture `transport` are run again, with ranks whose tensors are a device's.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from conftest import Transport
+from emulated import LIBRARY, EmulatedPool, emulated_pool, library
+
+MODULES = [
+    "aliasing",
+    "buffers",
+    "changes",
+    "checkpoint",
+    "delayed",
+    "equality",
+    "gradients",
+    "hooks",
+    "join",
+    "mixed_precision",
+    "modules",
+    "no_sync",
+    "unused",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDevice(Transport):
+    """Over NCCL, in the emulation."""
+
+    def pool(self, world_size: int) -> EmulatedPool:  # type: ignore[override]
+        return emulated_pool(world_size)
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {LIBRARY: library()}
+
+
+@pytest.fixture(scope="session")
+def transport() -> Transport:
+    return OnDevice("nccl")
+
+
+def _tests() -> Iterator[tuple[str, Any]]:
+    for module in MODULES:
+        for name, value in vars(importlib.import_module(f"test_data_parallel_{module}")).items():
+            arguments = getattr(getattr(value, "__code__", None), "co_varnames", ())
+            if name.startswith("test_") and "transport" in arguments:
+                yield f"test_{module}__{name.removeprefix('test_')}", value
+
+
+globals().update(_tests())
