@@ -81,12 +81,11 @@ def call_without_one(rank: int, size: int, name: str) -> str:
 
 
 def test_a_late_rank_is_named_with_the_call_that_it_has_not_made() -> None:
-    texts = run(emulated_pool(3), call_without_one)
-    assert texts[0] == texts[1] == texts[2]
-    assert "waited 3 s for all-reducing bucket 4 (call 5)" in texts[0]
-    assert ", which rank 2 (global rank 6, pid " in texts[0]
-    assert "has not made: its last was call 4, all-reducing bucket 3, " in texts[0]
-    assert texts[0].endswith(" s ago. start anew")
+    for text in run(emulated_pool(3), call_without_one):
+        assert "waited 3 s for all-reducing bucket 4 (call 5)" in text
+        assert ", which rank 2 (global rank 6, pid " in text
+        assert "has not made: its last was call 4, all-reducing bucket 3, " in text
+        assert text.endswith(" s ago. start anew")
 
 
 def call_beside_a_stopped_one(rank: int, size: int, name: str) -> str:
@@ -241,14 +240,12 @@ def test_a_wait_can_be_interrupted_and_peers_learn_of_it() -> None:
     assert "was interrupted while it waited" in text
 
 
-def end_while_peers_hang(rank: int, size: int, name: str) -> float:
+def end_while_peers_hang(rank: int, size: int, name: str) -> None:
     comm = make_together(name, rank, size, timeout_s=3)
     tensor = first_call(comm)
     if rank == 0:
         comm.all_reduce(tensor, SUM, "more")
-    began = time.monotonic()
-    del comm  # waits for the call, until the watchdog aborts it
-    return time.monotonic() - began
+    del comm  # waits for the call, until the watchdog aborts it: else for longer than the pool does
 
 
 def test_an_end_waits_no_longer_than_the_timeout() -> None:
