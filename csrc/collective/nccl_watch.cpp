@@ -208,8 +208,8 @@ void NcclWatch::heed(const NcclMeeting::News& news, double waited_s) {
   }
   if (!news.failure) return;
   NcclFailure failure = *news.failure;
-  const bool timed_out =
-      failure.kind == NcclFailure::Kind::kTimeout && waited_s > kToldShare * options_.timeout_s;
+  const bool timed_out = failure.kind == NcclFailure::Kind::kTimeout &&
+                         (is_urgent_.load() || waited_s > kToldShare * options_.timeout_s);
   failure.kind = timed_out ? NcclFailure::Kind::kTimeout : NcclFailure::Kind::kPeer;
   fail(failure);
 }
