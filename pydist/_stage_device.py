@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pydist import _device
 from pydist._engine import Engine
-from pydist._outputs import tensors_of
+from pydist._trees import take_apart
 from pydist.errors import UsageError
 
 
@@ -71,7 +71,8 @@ def check_place(value: Any, what: str, device: torch.device, stage: str) -> None
 
     One beside others that are on its device may be on the CPU: lengths of sequences, say.
     """
-    there = {tensor.device for tensor in tensors_of(value)}
+    leaves, _ = take_apart(value)
+    there = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     away = sorted(str(other) for other in there if other not in (device, torch.device("cpu")))
     if not there or (device in there and not away):
         return
