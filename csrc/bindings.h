@@ -8,7 +8,7 @@
 namespace pydist {
 
 void bind_collective(pybind11::module_& module);
-void bind_device(pybind11::module_& module);  // after bind_testing
+void bind_device(pybind11::module_& module);             // after bind_testing
 void bind_device_all_reduce(pybind11::module_& module);  // after bind_nccl
 void bind_nccl(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);

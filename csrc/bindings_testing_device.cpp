@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/device_runtime.h"
 #include "bindings.h"
+#include "transport/nccl_api.h"
 
 namespace py = pybind11;
 
@@ -29,7 +30,9 @@ struct Block {
   Stream stream = nullptr;
 
   Block(c10::DataPtr memory, size_t size) : data(std::move(memory)), nbytes(size) {}
-  ~Block() { tell_freed(data.get(), nbytes, stream); }
+  ~Block() {
+    if (data.get() != nullptr) tell_freed(data.get(), nbytes, stream);
+  }
 };
 
 // Tells the device of the memory that tensors get and give back, as CUDA's caching allocator would
@@ -61,14 +64,15 @@ Function find(void* library, const char* name) {
 }
 
 void load_device(const std::string& path) {
-  PYDIST_CHECK(device_runtime() == nullptr, UsageError, "this process has a device already: ",
-               device_runtime()->name());
+  PYDIST_CHECK(device_runtime() == nullptr, UsageError,
+               "this process has a device already: ", device_runtime()->name());
   void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
   PYDIST_CHECK(library != nullptr, UsageError, ::dlerror());
   tell_allocated = find<Allocated>(library, "pydist_emulated_allocated");
   tell_freed = find<Freed>(library, "pydist_emulated_freed");
   // Leaked: storages keep pointers to it.
   c10::SetCPUAllocator(new TellingAllocator(c10::GetCPUAllocator()), 0);
+  nccl::use_library(path);
   set_device_runtime(find<DeviceRuntime* (*)()>(library, "pydist_emulated_device")());
 }
 

@@ -23,8 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import ranks
 from torch import Tensor
+
+import ranks
 
 HERE = Path(__file__).parent
 CSRC = HERE.parent / "csrc"
@@ -39,7 +40,7 @@ NCCL_VERSIONS = {"2.18": 21805, "2.19": 21903, "2.28": 22807}
 def library(nccl: str = "2.28") -> str:
     """The path of the library, which is built where its sources have changed."""
     sources = sorted((HERE / "emulation").glob("*.cpp"))
-    headers = sorted((HERE / "emulation").glob("*.h")) + [HERE / "cpp" / "half_formats.h"]
+    headers = [*sorted((HERE / "emulation").glob("*.h")), HERE / "cpp" / "half_formats.h"]
     headers += [CSRC / "base" / name for name in ("device_runtime.h", "error.h", "check.h")]
     headers.append(CSRC / "transport" / "nccl_api.h")
     flags = [*FLAGS, f"-DPYDIST_EMULATED_NCCL_VERSION={NCCL_VERSIONS[nccl]}", f"-I{CSRC}"]
@@ -186,7 +187,8 @@ def take_faults() -> list[str]:
 
 @contextlib.contextmanager
 def fault(text: str) -> Iterator[None]:
-    """The body must make the device find a fault whose text has this in it."""
+    """The body must make the device find a fault whose text has this in it. Afterwards the device
+    is synchronized, so that the host, and what it enqueues, comes after everything before."""
     with contextlib.suppress(RuntimeError):
         yield
     with contextlib.suppress(RuntimeError):
@@ -273,11 +275,11 @@ class Graph:
         self._handle = 0
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[None]:
+    def capture(self) -> Iterator[int]:
         stream = make_torch_stream()
         with current_stream(stream):
             call("begin_capture", stream)
-            yield
+            yield stream
             self._handle = int(call_for(ctypes.c_void_p, "end_capture", stream))
 
     def replay(self) -> None:

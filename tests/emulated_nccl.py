@@ -3,9 +3,10 @@
 import ctypes
 from typing import Any
 
-import emulated
 import torch
 import torch.distributed as dist
+
+import emulated
 
 IN_PROGRESS = 7
 DTYPES = {

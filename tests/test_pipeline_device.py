@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import emulated
 from channels import activation, gradient, make_channel, receive_tensor, send_tensor, step
-from emulated import emulated_pool, run_on_device
+from emulated import Graph, emulated_pool, run_on_device
 from pipeline_reference import draw_batch, make_mlp, reference_step, sgd, train_both
 from pydist import PipelineParallel, schedule
 from pydist._C import Channel
@@ -21,7 +21,16 @@ from pydist._stage_device import check_place, device_of
 from pydist.errors import PeerError, UsageError
 from pydist.skip import pop, skippable, stash
 from ranks import start_ranks
+from reference import OneProcess
 from test_channel import same_bits, values
+from test_pipeline_hybrid import (
+    assert_matches,
+    batch_of,
+    expect_step,
+    make_pipeline,
+    mesh_of,
+    step_of,
+)
 
 mse = nn.functional.mse_loss
 
@@ -95,10 +104,12 @@ def test_shapes_change_from_microbatch_to_microbatch_and_from_step_to_step() -> 
 def nothing_is_described_twice(rank: int, world_size: int) -> None:
     model = make_mlp(8)
     pipeline = PipelineParallel(copy.deepcopy(model), 3, mse)  # of 3, 3 and 2 rows
-    train_both(model, pipeline, mse, 3, num_steps=2)
-    before = channel_of(pipeline).counters()
-    train_both(model, pipeline, mse, 3, num_steps=4)
-    after = channel_of(pipeline).counters()
+    counters = []
+    for number in range(4):
+        x, target = draw_batch(number)
+        pipeline.step(x, target=target)
+        counters.append(channel_of(pipeline).counters())
+    before, after = counters[1], counters[3]
     assert after["num_described"] == before["num_described"] > 0
     assert after["num_messages"] > before["num_messages"]
 
@@ -294,6 +305,47 @@ def auto_schedule(rank: int, world_size: int) -> str:
 
 def test_auto_measures_the_device() -> None:
     assert emulated_pool(2).run(auto_schedule) == ["auto", "auto"]
+
+
+def hybrid_of_four(rank: int, world_size: int, kind: str) -> None:
+    mesh = mesh_of()
+    replica = mesh.get_local_rank("dp")
+    model = make_mlp(16)
+    expected = OneProcess(model, 2, sgd)
+    pipeline = make_pipeline(model, schedule=kind)
+    optimizer = sgd(pipeline.parameters())
+    for number in range(3):
+        batches = [batch_of(0, number), batch_of(1, number)]
+        optimizer.zero_grad()
+        expected.zero_grad()
+        losses = expect_step(expected, batches)
+        loss = step_of(pipeline, batches[replica])
+        assert abs(float(loss) - losses[replica]) < 1e-6 * abs(losses[replica])
+        for each in (optimizer, *expected.optimizers):
+            each.step()
+        assert_matches(pipeline, expected.module, mesh.get_group("dp"))
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
+def test_two_pipelines_train_replicas(kind: str) -> None:
+    emulated_pool(4).run(hybrid_of_four, kind)
+
+
+def captured_step(rank: int, world_size: int) -> None:
+    model = make_mlp(8)
+    pipeline = PipelineParallel(copy.deepcopy(model), 4, mse)
+    train_both(model, pipeline, mse, 4, num_steps=2)
+    x, target = draw_batch(7)
+    before = pipeline.evaluate(x, target=target)
+    graph = Graph()
+    with graph.capture():
+        pipeline.evaluate(x, target=target)
+    assert torch.equal(pipeline.evaluate(x, target=target), before)
+
+
+def test_a_step_joins_the_capture_of_a_graph() -> None:
+    """What links do meanwhile ends in the graph's own stream, and the next step outside works."""
+    emulated_pool(2).run(captured_step)
 
 
 # -- failures -----------------------------------------------------------------------------------

@@ -140,8 +140,7 @@ int emulation_begin_capture(void* stream) {
 int emulation_end_capture(void* stream, void** graph) {
   return guarded([&] {
     // Graphs are few, and stay.
-    *graph = new std::shared_ptr<Graph>(
-        device().end_capture(*device().stream(stream, "capture")));
+    *graph = new std::shared_ptr<Graph>(device().end_capture(*device().stream(stream, "capture")));
   });
 }
 

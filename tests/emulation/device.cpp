@@ -146,6 +146,10 @@ void Device::enqueue_now(StreamState& stream, const Call& call, bool visits_late
       shadow_.access(deed, access, data, nbytes);
     });
   };
+  if (!visits_late) {
+    visit();
+    raise_fault();
+  }
   Step step = call.begin();
   if (visits_late) {
     step = [this, visit, is_visited = false, step = std::move(step)]() mutable {
@@ -156,9 +160,6 @@ void Device::enqueue_now(StreamState& stream, const Call& call, bool visits_late
       }
       return step();
     };
-  } else {
-    visit();
-    raise_fault();
   }
   push(stream, {Task::Kind::kStep, call.what, std::move(step), nullptr});
 }

@@ -57,7 +57,7 @@ struct CommState {
   std::atomic<int> async_error{0};
   // Of the device's thread.
   uint64_t num_chunks = 0;
-  std::vector<uint64_t> num_sent;      // packets, by peer
+  std::vector<uint64_t> num_sent;  // packets, by peer
   std::vector<uint64_t> num_received;
 
   // "communicator 3 (rank 1 of 2)"

@@ -360,7 +360,9 @@ ncclResult_t ncclGroupStart() {
   });
 }
 
-ncclResult_t ncclGroupEnd() { return guarded([] { return end_group(); }); }
+ncclResult_t ncclGroupEnd() {
+  return guarded([] { return end_group(); });
+}
 
 #if PYDIST_EMULATED_NCCL_VERSION >= 21900
 ncclResult_t ncclMemAlloc(void** memory, size_t nbytes) {

@@ -46,8 +46,8 @@ class GroupStep {
     std::map<std::pair<CallKind, int>, size_t> lanes;
     for (const NcclCall& call : calls) {
       const bool messages = is_message(call.kind);
-      const auto key = std::make_pair(messages ? call.kind : CallKind::kAllReduce,
-                                      messages ? call.root : 0);
+      const auto key =
+          std::make_pair(messages ? call.kind : CallKind::kAllReduce, messages ? call.root : 0);
       const auto lane = lanes.emplace(key, lanes_.size()).first->second;
       if (lane == lanes_.size()) lanes_.emplace_back();
       lanes_[lane].push_back(make_step(comm_, call));
@@ -94,8 +94,8 @@ class GroupStep {
 void visit_call(const CommState& comm, const NcclCall& call, const VisitAccess& visit) {
   const size_t nbytes = call.count * nbytes_of(call.dtype);
   const size_t size = comm.size;
-  const bool brings = call.kind != CallKind::kRecv &&
-                      (call.kind != CallKind::kBroadcast || call.root == comm.rank);
+  const bool brings =
+      call.kind != CallKind::kRecv && (call.kind != CallKind::kBroadcast || call.root == comm.rank);
   if (brings) {
     visit(Access::kRead, call.from, call.kind == CallKind::kReduceScatter ? size * nbytes : nbytes);
   }
@@ -112,7 +112,8 @@ Call call_of(const CommPointer& comm, const std::vector<NcclCall>& calls) {
   call.what = calls.front().what;
   if (calls.size() > 1) call.what = concat("a group of ", calls.size(), " from ", call.what, " on");
   call.visit = [comm, calls](const VisitAccess& visit) {
-    visit(Access::kWrite, comm.get(), 1);  // its calls must be ordered
+    // Its calls must be ordered. Not at its own address, where a tensor may have been before.
+    visit(Access::kWrite, reinterpret_cast<const void*>(uintptr_t{1} + comm->number), 1);
     for (const NcclCall& each : calls) visit_call(*comm, each, visit);
   };
   call.begin = [comm, calls]() -> Step {

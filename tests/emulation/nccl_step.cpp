@@ -216,9 +216,8 @@ const char* name_of(nccl::DataType dtype) {
 
 double scalar_value(const void* scalar, nccl::DataType dtype) {
   double result = 0;
-  with_type(dtype, [&](auto value) {
-    result = static_cast<double>(load<decltype(value)>(scalar, 0));
-  });
+  with_type(dtype,
+            [&](auto value) { result = static_cast<double>(load<decltype(value)>(scalar, 0)); });
   return result;
 }
 

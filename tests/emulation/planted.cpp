@@ -8,9 +8,9 @@ namespace {
 
 constexpr int kNumBugs = static_cast<int>(Bug::kCount);
 constexpr const char* kNames[kNumBugs] = {
-    "no_wait",       "no_record",   "no_group_end", "wrong_count",      "wrong_dtype",
-    "wrong_order",   "wrong_stream", "freed_early", "reused_early",     "used_after_abort",
-    "not_polled",    "copied_too_far", "wrong_launch"};
+    "no_wait",     "no_record",      "no_group_end", "wrong_count",  "wrong_dtype",
+    "wrong_order", "wrong_stream",   "freed_early",  "reused_early", "used_after_abort",
+    "not_polled",  "copied_too_far", "wrong_launch"};
 
 // How many occasions are still to be let go by; negative: none is planted, or it has struck.
 std::array<std::atomic<int64_t>, kNumBugs>& remaining() {

@@ -8,19 +8,19 @@
 namespace pydist::emulation {
 
 enum class Bug : uint8_t {
-  kNoWait,           // a stream does not wait for an event
-  kNoRecord,         // an event is not recorded again
-  kNoGroupEnd,       // a group of NCCL's stays open
-  kWrongCount,       // one element less than the peers
-  kWrongDType,       // another type than the peers
-  kWrongOrder,       // a collective comes after the one that follows it
-  kWrongStream,      // a call of NCCL's is enqueued on the current stream
-  kFreedEarly,       // its buffer is freed as soon as it is enqueued
-  kReusedEarly,      // its buffer is overwritten by the current stream as soon as it is enqueued
-  kUsedAfterAbort,   // the communicator is aborted before the call
-  kNotPolled,        // a call that is in progress counts as done
-  kCopiedTooFar,     // a copy of one byte more
-  kWrongLaunch,      // a kernel runs on the default stream instead of its own
+  kNoWait,          // a stream does not wait for an event
+  kNoRecord,        // an event is not recorded again
+  kNoGroupEnd,      // a group of NCCL's stays open
+  kWrongCount,      // one element less than the peers
+  kWrongDType,      // another type than the peers
+  kWrongOrder,      // a collective comes after the one that follows it
+  kWrongStream,     // a call of NCCL's is enqueued on the current stream
+  kFreedEarly,      // its buffer is freed as soon as it is enqueued
+  kReusedEarly,     // its buffer is overwritten by the current stream as soon as it is enqueued
+  kUsedAfterAbort,  // the communicator is aborted before the call
+  kNotPolled,       // a call that is in progress counts as done
+  kCopiedTooFar,    // a copy of one byte more
+  kWrongLaunch,     // a kernel runs on the default stream instead of its own
   kCount,
 };
 

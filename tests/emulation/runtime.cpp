@@ -111,8 +111,8 @@ void EmulatedRuntime::copy(void* to, const void* from, size_t nbytes, Stream str
     visit(Access::kWrite, to, nbytes);
   };
   // What the host has put into pinned memory must not be changed by it until the copy is done.
-  const bool is_watched = lies_in(from, nbytes, Block::kPinned) &&
-                          !Device::instance().is_written_by_a_stream(from);
+  const bool is_watched =
+      lies_in(from, nbytes, Block::kPinned) && !Device::instance().is_written_by_a_stream(from);
   call.begin = [=]() -> Step {
     return [=, sum = is_watched ? checksum(from, nbytes) : 0] {
       if (is_watched && checksum(from, nbytes) != sum) {
