@@ -193,6 +193,47 @@ def check_graph(ranks: Ranks, rows: Rows) -> None:
         rows.expect_close(tensor, given.double().sum(0), 1e-6)
 
 
+ALGORITHMS = ("nccl", "ring", "slices")
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+WIRES: dict[str, tuple[int, float]] = {  # bytes of an element, and half a step at 1
+    "float16": (2, 2**-11),
+    "bfloat16": (2, 2**-8),
+    "float8_e4m3fn": (1, 2**-4),
+}
+
+
+def wires_of(algorithm: str, dtype: torch.dtype) -> list[str]:
+    """The narrower ones; NCCL's own all-reduce has none."""
+    narrower = [wire for wire, (nbytes, _) in WIRES.items() if nbytes < dtype.itemsize]
+    return ["same"] if algorithm == "nccl" else ["same", *narrower]
+
+
+def check_algorithm(ranks: Ranks, rows: Rows, algorithm: str) -> None:
+    """The mean of any number of elements in every type, on every wire."""
+    all_reduce = _C.DeviceAllReduce(ranks.communicator, algorithm)
+    for dtype, length in itertools.product(FLOATING, (*LENGTHS, 128, 129, 4096)):
+        for wire in wires_of(algorithm, dtype):
+            given = ranks.given(length, dtype, length)
+            tensor = given[ranks.rank].clone()
+            ranks.run(lambda: all_reduce.mean(tensor, wire, "a check"))  # noqa: B023
+            unit = WIRES[wire][1] if wire != "same" else torch.finfo(dtype).eps
+            unit = max(unit, 2**-23 if dtype is not torch.float64 else 0.0)
+            rows.expect_close(tensor, given.double().mean(0), 2 * (ranks.size + 1) * unit)
+
+
+def check_auto(ranks: Ranks, rows: Rows) -> None:
+    """The cost model is fitted, and takes an algorithm that there is."""
+    all_reduce = _C.DeviceAllReduce(ranks.communicator, "auto")
+    for length in (1000, 5_000_000):
+        chosen = all_reduce.choose(length, torch.float32, "same")
+        if chosen not in ALGORITHMS:
+            raise AssertionError(f"took {chosen!r}")
+    given = ranks.given(70_001, torch.float32)
+    tensor = given[ranks.rank].clone()
+    ranks.run(lambda: all_reduce.mean(tensor, "same", "a check"))
+    rows.expect_close(tensor, given.double().mean(0), 1e-6)
+
+
 def check_several(place: Place, rows: Rows, store: dist.Store, rank: int, size: int) -> None:
     """Communicators side by side, which end in another order than they began."""
     several = [Ranks(place, store, rank, size, f"several {index}") for index in range(3)]
@@ -229,6 +270,11 @@ def check_everything(place: Place, rows: Rows, store: dist.Store, rank: int, siz
     for name, check in checks:
         with rows.check(name):
             check(ranks, rows)
+    for algorithm in ALGORITHMS:
+        with rows.check(f"mean by {algorithm}, all types and wires"):
+            check_algorithm(ranks, rows, algorithm)
+    with rows.check("mean by what the cost model takes"):
+        check_auto(ranks, rows)
     with rows.check("waiting for a mark"):
         check_marks(ranks)
     with rows.check("several communicators, ended in any order"):

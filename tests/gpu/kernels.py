@@ -12,6 +12,7 @@ from segments import FLOAT8, FLOAT8_BLOCK, TYPES, Segments, decoded, name_of
 from torch import Tensor
 from values import LARGE_LENGTH, LENGTHS, eps, tiny, values, with_specials
 
+SUMMED = (1, 9, 129, 4097, 33_333, 2**20 + 1)
 OFFSETS = (0, 1, 3)  # of a buffer's begin, in elements
 
 
@@ -34,7 +35,7 @@ def check_casts(place: Place, rows: Rows, source: torch.dtype, target: torch.dty
 def check_sums(place: Place, rows: Rows, source: torch.dtype, target: torch.dtype) -> None:
     """Several segments, added and scaled, against the same in fp64."""
     for seed, (length, num_inputs) in enumerate(
-        itertools.product((1, 9, 129, 4097, 33_333), (1, 2, 3, 8, 17))
+        itertools.product((1, 129, 4097) if place.emulated else SUMMED, (1, 2, 5, 17))
     ):
         given = [
             values(place, length, source, 100 * seed + k).clamp(-1000, 1000)

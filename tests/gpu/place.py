@@ -37,6 +37,8 @@ class Place:
             import emulated
 
             torch.set_num_threads(1)
+            # It takes memory in a way that the emulated device's allocator does not know.
+            torch.backends.mkldnn.set_flags(False)
             emulated.load()
             emulated.reset(0)
         else:

@@ -117,6 +117,7 @@ def run_section(
     log.touch()
 
     def run() -> None:
+        faulthandler.enable()
         faulthandler.dump_traceback_later(max(1.0, limit_s - STACKS_BEFORE_S), exit=False)
         module = importlib.import_module(section.name)
         if section.enters:

@@ -81,6 +81,10 @@ TRAININGS = (
     Training("bucket views", arguments={"gradient_as_bucket_view": True}),
     Training("bfloat16 wire", arguments={"wire_dtype": torch.bfloat16}, tolerance=2**-7),
     Training("float16 wire", arguments={"wire_dtype": torch.float16}, tolerance=2**-9),
+    Training("float8 wire", arguments={"wire_dtype": torch.float8_e4m3fn}, tolerance=2**-3),
+    Training("by NCCL's all-reduce", arguments={"algorithm": "nccl"}),
+    Training("by the ring", arguments={"algorithm": "ring"}),
+    Training("by slices", arguments={"algorithm": "slices"}),
     Training("no_sync, three microbatches", num_microbatches=3),
     Training("gradients zeroed in place", sets_to_none=False),
     Training(

@@ -1,7 +1,9 @@
 """Owns the checks with two ranks, both on one GPU where NCCL allows that."""
 
 import copy
+import faulthandler
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +34,9 @@ TRAININGS = (
     Training("float32"),
     Training("bfloat16", dtype=torch.bfloat16, tolerance=2**-6),
     Training("bfloat16 wire", arguments={"wire_dtype": torch.bfloat16}, tolerance=2**-6),
+    Training("by the ring", arguments={"algorithm": "ring"}),
+    Training("by slices", arguments={"algorithm": "slices"}),
+    Training("float8 wire", arguments={"wire_dtype": torch.float8_e4m3fn}, tolerance=2**-2),
     Training("bucket views", arguments={"gradient_as_bucket_view": True}),
     Training("unused parameters", arguments={"find_unused_parameters": True}, alternates=True),
 )
@@ -84,6 +89,7 @@ def without_parameters_of_others(plain: nn.Module, model: nn.Module) -> nn.Modul
 
 
 def run_rank(place: Place, rows: Rows, port: int, rank: int) -> None:
+    faulthandler.register(signal.SIGUSR1)
     os.environ.update(ENVIRONMENT)
     place.enter()
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
@@ -143,8 +149,11 @@ def run_ranks(place: Place, rows: Rows) -> None:
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    for rank, process in enumerate(processes):
-        if rank not in statuses:
-            process.kill()
+    late = [process for rank, process in enumerate(processes) if rank not in statuses]
+    for process in late:
+        os.kill(process.pid, signal.SIGUSR1)  # the stacks of its threads, for the log
+    time.sleep(0.5 if late else 0.0)
+    for process in late:
+        process.kill()
     if statuses != dict.fromkeys(range(SIZE), 0):
         raise AssertionError(f"exit status by rank: {statuses}, of {SIZE} ranks within {LIMIT_S} s")

@@ -16,8 +16,8 @@ GROUP_TIMEOUT_S = 40
 class AloneDataParallel(pydist.DataParallel):
     """In a group of one rank, goes the whole way that gradients go among several."""
 
-    def _reducer_settings(self) -> dict[str, Any]:
-        return {**super()._reducer_settings(), "reduces_alone": True}
+    def _reducer_settings(self, *arguments: Any) -> dict[str, Any]:
+        return {**super()._reducer_settings(*arguments), "reduces_alone": True}
 
 
 def make_store() -> dist.TCPStore:
