@@ -23,7 +23,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ranks
 
@@ -91,6 +94,10 @@ class EmulatedPool:
         """`seed`: of the order in which streams run. options: of RankPool.run, and the
         function's."""
         return self._pool.run(run_on_device, function, args, seed, **options)
+
+    def discard(self) -> None:
+        """Ends the ranks at once, after a test that has broken their engines."""
+        self._pool.discard()
 
     @property
     def pids(self) -> list[int]:
@@ -284,3 +291,31 @@ class Graph:
 
     def replay(self) -> None:
         call("replay", self._handle, 0)
+
+
+class WatchedTorch(TorchDispatchMode):
+    """Declares what torch's operations read and write, as work on the current stream: `with
+    WatchedTorch(): ...`. Without it the device knows of torch only where tensors end."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.is_view:
+            return result
+        arguments = dict(zip(function._schema.arguments, args, strict=False))
+        for argument, value in arguments.items():
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            _touch_all(value, writes)
+        _touch_all(result, True)
+        return result
+
+
+def _touch_all(value: Any, writes: bool) -> None:
+    for tensor in tree_leaves(value):
+        if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.numel() > 0:
+            last = sum(
+                (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            nbytes = (last + 1) * tensor.element_size()
+            call("touch", "torch", writes, tensor.data_ptr(), nbytes)

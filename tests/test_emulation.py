@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+
 from emulated import (
     Graph,
     call,
@@ -26,7 +27,6 @@ from emulated import (
     plant,
     record,
     set_option,
-    take_faults,
     touch,
     wait,
 )

@@ -73,6 +73,7 @@ void pydist_emulated_allocated(void* data, size_t nbytes, void** stream) {
 }
 
 void pydist_emulated_freed(void* data, size_t nbytes, void* stream) {
+  if (data == nullptr) return;
   device().torch_frees(data, nbytes, static_cast<StreamState*>(stream));
 }
 

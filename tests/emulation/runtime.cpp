@@ -75,15 +75,11 @@ class EmulatedRuntime final : public DeviceRuntime {
   }
 
   // Also while a stream is captured: CUDA's runtime of ours tells CUDA that it may.
-  void* allocate(size_t nbytes) override {
-    return allocate_block(nbytes, Block::kDevice);
-  }
+  void* allocate(size_t nbytes) override { return allocate_block(nbytes, Block::kDevice); }
   void deallocate(void* memory) noexcept override {
     free_block(memory, Block::kDevice, "deallocate()");
   }
-  void* allocate_pinned(size_t nbytes) override {
-    return allocate_block(nbytes, Block::kPinned);
-  }
+  void* allocate_pinned(size_t nbytes) override { return allocate_block(nbytes, Block::kPinned); }
   void free_pinned(void* memory) noexcept override {
     free_block(memory, Block::kPinned, "free_pinned()");
   }
