@@ -90,12 +90,24 @@ class OddShapes(nn.Module):
         self.odd = nn.Parameter(torch.randn(WIDTH + 1))
         self.one = nn.Parameter(torch.randn(1))
         self.turn = nn.Parameter(torch.randn(3, dtype=torch.complex64))
-        self.half = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
-        self.double = nn.Parameter(torch.randn(7, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+        self.wide = nn.Parameter(torch.randn(7, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        more = self.turn.abs().sum() + self.half.float().sin().sum() + self.double.float().sum()
+        more = self.turn.abs().sum() + self.narrow.float().sin().sum() + self.wide.float().sum()
         return self.scale * (x @ self.transposed) + self.odd * self.one + self.empty.sum() + more
+
+
+class ChannelsLast(nn.Module):
+    """The parameter's strides are those of a convolution's weight in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(4, 4, 2, 2).to(memory_format=torch.channels_last)
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.sin().reshape(WIDTH, 1)
 
 
 def train(rank: int, size: int, make: Any, steps: int, options: dict[str, Any]) -> None:
@@ -112,8 +124,7 @@ def make_mlp() -> nn.Module:
 
 
 def make_channels_last() -> nn.Module:
-    convolution = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
-    return nn.Sequential(nn.Unflatten(1, (4, 4, 4)), convolution, nn.Flatten())
+    return ChannelsLast()
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "nccl", "ring", "slices"])
@@ -162,18 +173,18 @@ def several_streams(rank: int, size: int, views: bool) -> None:
     for step in range(4):
         model.zero_grad()
         expected.zero_grad()
-        loss = output_loss(model, rank, step)
-        with current_stream(streams[0]):
-            hooks = [
-                parameter.register_hook(_switch(streams[(index + step) % 3]))
-                for index, parameter in enumerate(module.parameters())
-            ]
-            loss.backward()
-            for hook in hooks:
-                hook.remove()
+        x = draw(rank, step, 4, WIDTH).requires_grad_()
+        x.register_hook(lambda _: _end(streams))
+        loss = wavy_loss(model(x * 1))
+        hooks = [
+            parameter.register_hook(_switch(streams[(index + step) % 3]))
+            for index, parameter in enumerate(module.parameters())
+        ]
+        loss.backward()
+        for hook in hooks:
+            hook.remove()
         expected.backward(output_loss, step)
-        with current_stream(streams[0]):
-            assert_reduced(model, expected)
+        assert_reduced(model, expected)
 
 
 def _switch(stream: int) -> Any:
@@ -181,6 +192,15 @@ def _switch(stream: int) -> Any:
         call("set_current_stream", stream)
 
     return hook
+
+
+def _end(streams: list[int]) -> None:
+    """As autograd does before its callbacks: the caller's stream waits for those of leaves."""
+    call("set_current_stream", 0)
+    event = call_for(ctypes.c_void_p, "make_event")
+    for stream in streams:
+        call("record", event, stream)
+        call("wait", 0, event)
 
 
 @pytest.mark.parametrize("views", [False, True])
