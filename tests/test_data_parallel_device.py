@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pydist
 from emulated import Graph, call, call_for, current_stream, emulated_pool, make_torch_stream
-from models import OneUnused, TwoHeads, mlp, wavy_loss
+from models import TwoHeads, mlp, wavy_loss
 from pydist import DataParallel
 from ranks import get_pool
 from reference import (
@@ -322,9 +322,9 @@ def test_a_parameter_that_is_frozen_on_one_rank_only() -> None:
 
 def test_a_unit_that_is_frozen_on_one_rank_only() -> None:
     """Nothing is reduced then: units would be mixed up."""
-    for text in emulated_pool(2, PYDIST_TIMEOUT_S="3").run(freeze_on_one_rank, True):
+    for text in emulated_pool(2, PYDIST_TIMEOUT_S="10").run(freeze_on_one_rank, True):
         assert "rank 1" in text
-        assert "waited 3.0 s for rank 0" in text.replace("3 s", "3.0 s")
+        assert "waited 10 s for rank 0" in text
         assert "which parameters are trainable" in text
 
 
@@ -406,23 +406,6 @@ def capture(rank: int, size: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
 def test_a_captured_step_is_replayed(options: dict[str, Any]) -> None:
     emulated_pool(2).run(capture, options)
-
-
-def capture_what_needs_the_others(rank: int, size: int) -> str:
-    model = DataParallel(OneUnused(), find_unused_parameters=True)
-    model(draw(rank, 0, 2, 10)).sum().backward()
-
-    def step() -> None:
-        with Graph().capture():
-            model(draw(rank, 0, 2, 10)).sum().backward()
-
-    return str(expect_error(pydist.UsageError, step))
-
-
-def test_a_capture_refuses_unused_parameters() -> None:
-    for text in emulated_pool(2).run(capture_what_needs_the_others):
-        assert "net1.weight was not used" in text
-        assert "CUDA graph" in text
 
 
 def raise_in_backward(rank: int, size: int) -> str:

@@ -252,8 +252,11 @@ void DeviceRound::join() {
 bool DeviceRound::end_unanswered(const RoundRecord& mine) {
   const DeviceGuard guard(communicator_->device());
   launch_published();
-  join();
+  // A capture has to be joined by all that it has forked; else nobody waits for the records.
+  const bool captures = is_capturing();
+  if (!captures) join();
   if (!second_) records_.send(mine);
+  if (captures) join();
   return true;
 }
 
