@@ -4,6 +4,7 @@ PYTHON ?= python3
 # Installed only where the environment has no torch yet.
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+CUDA_VENV ?= .venv-cuda
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip -qq --disable-pip-version-check
 DEMO_ARGS ?=
@@ -31,7 +32,7 @@ export PATH := $(CURDIR)/build/ccache:$(PATH)
 CCACHE_LINKS := build/ccache/g++
 endif
 
-.PHONY: help venv demo test test-all bench lint format cpp-test cpp-test-aarch64 clean
+.PHONY: help venv demo test test-all bench lint format cpp-test cpp-test-aarch64 cuda-check clean
 
 help:
 	@echo "make demo       train a small GPT five ways and compare"
@@ -39,6 +40,7 @@ help:
 	@echo "make bench      the benchmarks"
 	@echo "make lint       ruff, mypy, clang-format; format: apply them"
 	@echo "make cpp-test   the C++ tests under the sanitizers"
+	@echo "make cuda-check build for CUDA, and check what comes out as far as that goes without a GPU"
 
 build/ccache/g++:
 	@mkdir -p build/ccache
@@ -83,7 +85,7 @@ test-all: $(VENV)/.interop cpp-test cpp-test-aarch64
 bench: venv
 	$(PY) -m bench $(BENCH_ARGS)
 
-CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.inl")
+CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.inl" -o -name "*.cu" -o -name "*.cuh")
 LINTED = $(wildcard setup.py build_backend pydist tests bench examples)
 
 lint: venv
@@ -158,6 +160,16 @@ cpp-test-aarch64: | $(CCACHE_LINKS)
 	@$(MAKE) --no-print-directory -j$$(nproc) cpp-build-aarch64
 	$(call cpp_run,aarch64)
 	@echo "cpp-test-aarch64: all passed"
+
+$(CUDA_VENV)/.installed: tests/cuda/requirements.txt
+	@echo "making the environment $(CUDA_VENV): torch for CUDA, NCCL and nvcc, 5 GB ..."
+	@rm -rf $(CUDA_VENV)
+	@$(PYTHON) -m venv $(CUDA_VENV)
+	@$(CUDA_VENV)/bin/python -m pip -qq --disable-pip-version-check install --no-deps -r $<
+	@touch $@
+
+cuda-check: $(CUDA_VENV)/.installed | $(CCACHE_LINKS)
+	@PATH="$(CURDIR)/$(CUDA_VENV)/bin:$$PATH" $(CUDA_VENV)/bin/python tests/cuda/check.py
 
 clean:
 	rm -rf build build-cpp dist *.egg-info pydist/*.so pydist/_build_info.py

@@ -17,6 +17,8 @@ BENCHMARKS = (
     "pack",
     "allocator",
 )
+# What RESULTS.md shows: also what tests/gpu/run.sh measures, where a GPU has been at hand.
+SHOWN = (*BENCHMARKS, "gpu")
 
 
 def run_one(name: str) -> None:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from bench import command_line
+from bench import command_line, gpu
 from bench.record import RESULTS, Record, load
 
 RESULTS_PAGE = Path(__file__).parent / "RESULTS.md"
@@ -19,6 +19,10 @@ machine and its load.
 
 def rendered(records: list[Record], notes: dict[str, str]) -> str:
     parts = [HEAD]
+    if not any(record.benchmark == gpu.NAME for record in records):
+        parts += [
+            f"No figure here was measured on a GPU: where one is at hand, `{gpu.COMMAND}` does.\n"
+        ]
     for record in records:
         parts += [f"## {record.benchmark}\n", _provenance(record)]
         parts += ["\n".join(command_line.lines_of(record))]
@@ -37,7 +41,7 @@ def _provenance(record: Record) -> str:
 
 
 def committed_records() -> list[Record]:
-    paths = [RESULTS / f"{name}.json" for name in command_line.BENCHMARKS]
+    paths = [RESULTS / f"{name}.json" for name in command_line.SHOWN]
     return [load(path) for path in paths if path.exists()]
 
 

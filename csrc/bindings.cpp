@@ -86,7 +86,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("arena_usage", &arena_usage,
              "Bytes of this process's arena: used, committed, capacity.");
   bind_collective(module);
-  bind_device(module);
   bind_nccl(module);
   bind_device_all_reduce(module);
   bind_reducer(module);
@@ -94,10 +93,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_stage(module);
   bind_testing(module);
   bind_testing_channel(module);
+  bind_device(module);
   py::module_ testing = module.attr("testing");
   bind_testing_cut(testing);
   bind_testing_device(testing);
   bind_testing_kernels(testing);
+  bind_testing_launch(testing);
   install_recompute_check();
   bind_pipeline(module);
 }

@@ -8,7 +8,7 @@
 namespace pydist {
 
 void bind_collective(pybind11::module_& module);
-void bind_device(pybind11::module_& module);
+void bind_device(pybind11::module_& module);             // after bind_testing
 void bind_device_all_reduce(pybind11::module_& module);  // after bind_nccl
 void bind_nccl(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
@@ -19,6 +19,7 @@ void bind_testing_channel(pybind11::module_& module);
 void bind_testing_cut(pybind11::module_& testing);
 void bind_testing_device(pybind11::module_& testing);
 void bind_testing_kernels(pybind11::module_& testing);
+void bind_testing_launch(pybind11::module_& testing);
 void install_recompute_check();
 void bind_pipeline(pybind11::module_& module);  // after bind_testing
 

@@ -27,11 +27,20 @@ py::object device_name() {
 
 }  // namespace
 
+// For the errors of the runtime, which pass from one module to the other.
+void allocate_and_free(size_t nbytes) {
+  PYDIST_CHECK(device_runtime() != nullptr, UsageError, "this process has no device");
+  device_runtime()->deallocate(device_runtime()->allocate(nbytes));
+}
+
 void bind_device(py::module_& module) {
   module.def("register_device_runtime", &register_device_runtime, py::arg("capsule"),
              "Takes the device's runtime from its module; for the life of the process.");
   module.def("device_name", &device_name,
              "\"cuda\" once pydist._cuda is imported, \"emulated\" in tests, None without either.");
+  py::module_ testing = module.attr("testing");
+  testing.def("allocate_on_device", &allocate_and_free, py::arg("nbytes"),
+              "Allocates memory of the current device and frees it.");
 }
 
 }  // namespace pydist

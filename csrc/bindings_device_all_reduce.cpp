@@ -12,8 +12,6 @@ namespace py = pybind11;
 
 namespace pydist {
 
-void bind_device_all_reduce(pybind11::module_& module);  // TEMP
-
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;

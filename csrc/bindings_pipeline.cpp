@@ -60,7 +60,7 @@ class PipelineExecutor {
   PipelineExecutor(const Schedule& schedule, int rank, std::shared_ptr<Channel> channel,
                    const std::map<int, py::object>& stages, bool unpacks,
                    const std::vector<PortalTuple>& portals, std::optional<uint64_t> base_seed,
-                   int data_parallel_rank)
+                   int data_parallel_rank, std::optional<at::Device> device)
       : num_microbatches_(schedule.num_microbatches) {
     ExecutorOptions options;
     options.schedule = schedule;
@@ -68,6 +68,7 @@ class PipelineExecutor {
     options.channel = std::move(channel);
     options.base_seed = base_seed;
     options.data_parallel_rank = data_parallel_rank;
+    options.device = device;
     for (const auto& [stage, callable] : stages) {
       const bool is_last = stage == schedule.num_stages() - 1;
       stages_.push_back(std::make_shared<PythonStage>(callable.ptr(), stage, is_last, unpacks));
@@ -129,7 +130,7 @@ class PipelineExecutor {
     return list;
   }
   Executor& executor() { return *executor_; }
-  void record(bool on) { executor_->recorder().switch_on(on); }
+  void record(bool on, bool waits) { executor_->recorder().switch_on(on, waits); }
 
  private:
   // Tells the other ranks, and lets the exception go on with a note.
@@ -182,13 +183,14 @@ void bind_pipeline(py::module_& module) {
                                "Runs one rank's part of a step; see csrc/pipeline/executor.h.")
       .def(
           py::init<const Schedule&, int, std::shared_ptr<Channel>, const std::map<int, py::object>&,
-                   bool, const std::vector<PortalTuple>&, std::optional<uint64_t>, int>(),
+                   bool, const std::vector<PortalTuple>&, std::optional<uint64_t>, int,
+                   std::optional<at::Device>>(),
           py::arg("schedule"), py::arg("rank"), py::arg("channel"), py::arg("stages"),
           py::arg("unpacks"), py::arg("portals"), py::arg("base_seed"),
-          py::arg("data_parallel_rank"),
+          py::arg("data_parallel_rank"), py::arg("device"),
           "`channel` is None where this rank holds all stages. A portal is (port, name, from "
           "stage, "
-          "to stage), see csrc/pipeline/stage_flight.h.")
+          "to stage), see csrc/pipeline/stage_flight.h. `device`: of the stages, None for the CPU.")
       .def("run", &PipelineExecutor::run, py::arg("kind"), py::arg("step"), py::arg("num_rows"),
            py::arg("loss_gradients"), py::arg("reducers"), py::arg("averages"), py::arg("python"),
            "Collective. What `finish` returned on the last stage's rank; None for FORWARD.")
@@ -199,7 +201,7 @@ void bind_pipeline(py::module_& module) {
           },
           py::arg("kind"), py::arg("cause"), py::call_guard<py::gil_scoped_release>(),
           "Instead of run(): this rank cannot take part, which the others raise with the cause.")
-      .def("record", &PipelineExecutor::record, py::arg("on"),
+      .def("record", &PipelineExecutor::record, py::arg("on"), py::arg("waits_for_device") = false,
            "Switches the recorder on or off, from the next step.")
       .def("records", &PipelineExecutor::records,
            "(action, start, end, wait) of the last step in ns; see csrc/pipeline/recorder.h.");

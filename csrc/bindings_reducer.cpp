@@ -88,6 +88,7 @@ ReducerOptions reducer_options(const py::dict& settings) {
     options.born_in_arena = false;
     options.layout.alone_nbytes = std::min(kDeviceAloneNbytes, options.layout.caps_nbytes.back());
   }
+  options.reduces_alone = settings.contains("reduces_alone");
   return options;
 }
 

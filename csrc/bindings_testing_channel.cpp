@@ -46,7 +46,9 @@ std::shared_ptr<Channel> create(c10::intrusive_ptr<c10d::Store> store,
                                 std::optional<c10::intrusive_ptr<c10d::ProcessGroup>> group,
                                 int rank, int size, double timeout_s, std::vector<int> global_ranks,
                                 std::string name, size_t ring_nbytes,
-                                std::optional<size_t> max_lent_nbytes) {
+                                std::optional<size_t> max_lent_nbytes,
+                                const std::optional<at::Device>& device,
+                                std::vector<std::pair<int, int>> links) {
   const py::gil_scoped_release no_gil;
   ChannelOptions options;
   options.rank = rank;
@@ -56,7 +58,9 @@ std::shared_ptr<Channel> create(c10::intrusive_ptr<c10d::Store> store,
   options.name = std::move(name);
   options.ring_nbytes = ring_nbytes;
   if (max_lent_nbytes) options.max_lent_nbytes = *max_lent_nbytes;
-  return make_channel(std::move(store), std::move(group), options);
+  std::optional<DeviceLinkOptions> device_options;
+  if (device) device_options = DeviceLinkOptions{*device, std::move(links)};
+  return make_channel(std::move(store), std::move(group), options, device_options);
 }
 
 void send(Channel& channel, int destination, const KeyTuple& key,
@@ -103,6 +107,8 @@ py::dict counters(const Channel& channel) {
   result["num_inline"] = counters.num_inline;
   result["peak_parked"] = counters.peak_parked;
   result["num_dropped"] = counters.num_dropped;
+  result["device_nbytes"] = counters.device_nbytes;
+  result["num_described"] = counters.num_described;
   result["lent_nbytes"] = counters.lent_nbytes;
   result["pool_nbytes"] = counters.pool_nbytes;
   return result;
@@ -116,8 +122,10 @@ void bind_testing_channel(py::module_& module) {
       .def(py::init(&create), py::arg("store"), py::arg("group"), py::arg("rank"), py::arg("size"),
            py::arg("timeout_s"), py::arg("global_ranks"), py::arg("name"),
            py::arg("ring_nbytes") = 0, py::arg("max_lent_nbytes") = std::nullopt,
+           py::arg("device") = std::nullopt, py::arg("links") = std::vector<std::pair<int, int>>(),
            "Collective. `group` is None for shared memory, else the process group to use, which "
-           "must be the channel's own.")
+           "must be the channel's own. `device`: where this rank's tensors are, if not on the "
+           "CPU; `links`: which (from, to) will send some, the same on all ranks.")
       .def_property_readonly("rank", &Channel::rank, "In the group.")
       .def_property_readonly("size", &Channel::size, "Ranks of the group.")
       .def("describe", &Channel::describe, py::arg("rank"), "'rank 1 (pid 1234)'")

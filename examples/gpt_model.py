@@ -49,7 +49,7 @@ class Block(nn.Module):
     def attend(self, x: Tensor) -> Tensor:
         """Causal attention over the positions."""
         num_sequences, num_positions, width = x.shape
-        turns = position_turns(num_positions, width // self.num_heads)
+        turns = position_turns(num_positions, width // self.num_heads, x.dtype, x.device)
         heads = (num_sequences, num_positions, 3, self.num_heads, width // self.num_heads)
         query, key, value = self.query_key_value(x).view(heads).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(
@@ -100,7 +100,9 @@ def mean_cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 @functools.cache
-def position_turns(num_positions: int, head_width: int) -> tuple[Tensor, Tensor]:
+def position_turns(
+    num_positions: int, head_width: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles by which each position turns pairs of a head's entries.
 
     No buffers of the model: those would be broadcast in each step.
@@ -108,7 +110,7 @@ def position_turns(num_positions: int, head_width: int) -> tuple[Tensor, Tensor]
     num_pairs = head_width // 2
     speeds = 100.0 ** (-torch.arange(num_pairs) / num_pairs)
     angles = torch.arange(num_positions)[:, None] * speeds
-    return angles.cos(), angles.sin()
+    return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
 def place(heads: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:

@@ -224,8 +224,8 @@ def resolve_wire_dtype(wire_dtype: torch.dtype | None) -> str | None:
         return None
     if wire_dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         raise UsageError(
-            "wire_dtype must be torch.bfloat16, torch.float16, on GPUs also torch.float8_e4m3fn, "
-            f"or None; got {wire_dtype!r}"
+            "wire_dtype must be torch.bfloat16, torch.float16 or None, or torch.float8_e4m3fn on "
+            f"GPUs; got {wire_dtype!r}"
         )
     return str(wire_dtype).removeprefix("torch.")
 

@@ -68,8 +68,9 @@ class GradientClip:
         sizes = [size, size, len(_DTYPES), 1]
         table = torch.zeros(sum(sizes), dtype=torch.float64)
         problem: Exception | None = None
+        device: torch.device | None = None
         try:
-            self._fill(table, norm_type, foreach)
+            device = self._fill(table, norm_type, foreach)
         except Exception as error:
             problem = error
             table[-1] = 1.0
@@ -83,9 +84,10 @@ class GradientClip:
             return torch.tensor(0.0)
         dtype = _promoted([d for d, n in zip(_DTYPES, counts.tolist(), strict=True) if n > 0])
         total: Tensor = torch.linalg.vector_norm(norms[present > 0].to(dtype), norm_type)
-        return total
+        return total if device is None else total.to(device)
 
-    def _fill(self, table: Tensor, norm_type: float, foreach: bool | None) -> None:
+    def _fill(self, table: Tensor, norm_type: float, foreach: bool | None) -> torch.device | None:
+        """Returns where the gradients are, if there are any; on a GPU this waits for them."""
         places: list[int] = []
         gradients: list[Tensor] = []
         for name, parameter in self._counted().items():
@@ -98,13 +100,14 @@ class GradientClip:
                 places.append(self._places[name])
                 gradients.append(parameter.grad)
         if not gradients:
-            return
+            return None
         norms = _norms(gradients, norm_type, foreach)
         index = torch.tensor(places)
-        table[index] = torch.stack([norm.to(torch.float64) for norm in norms])
+        table[index] = torch.stack([norm.to(torch.float64) for norm in norms]).cpu()
         table[index + self._num_parameters] = 1.0
         for norm in norms:
             table[2 * self._num_parameters + _DTYPES.index(norm.dtype)] += 1
+        return gradients[0].device
 
 
 @torch.no_grad()

@@ -24,7 +24,8 @@ class _Place:
 
 
 def gather_values(engine: Engine, mine: Any, to_all: bool = True) -> list[Any] | None:
-    """Everybody's values by rank, with copies of their tensors; DTensors come whole. Collective.
+    """Everybody's values by rank, with copies of their tensors on the CPU; DTensors come whole.
+    Collective.
 
     Without `to_all` only group rank 0 gets them, and the others None.
     """
@@ -68,7 +69,8 @@ def _broadcast(
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    """On the CPU, where there is room for a whole model."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _batches(places: list[_Place]) -> Iterator[list[_Place]]:

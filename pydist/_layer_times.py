@@ -37,47 +37,63 @@ def measured_costs(
     parameters keep their gradients and call no hooks, buffers (BatchNorm's statistics) and random
     generators keep their state. Modes are the current ones: autocast, train or eval.
     """
-    bandwidth = copy_bandwidth()
+    tensors = tensors_of(args)
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+    bandwidth = copy_bandwidth(device)
     work: list[float] = []
     output: list[float] = []
     gradient: list[float] = []
     with _random_state_kept(layers), torch.enable_grad():
         for index, layer in enumerate(layers):
             with stand_ins(layer):
-                seconds, result = _time_layer(index, layer, args, call, num_runs)
-            tensors = list(tensors_of(result))
+                seconds, result = _time_layer(index, layer, args, call, num_runs, device)
+            outputs = list(tensors_of(result))
             work.append(seconds)
-            output.append(sum(t.nbytes for t in tensors) / bandwidth)
-            gradient.append(sum(t.nbytes for t in tensors if t.requires_grad) / bandwidth)
+            output.append(sum(t.nbytes for t in outputs) / bandwidth)
+            gradient.append(sum(t.nbytes for t in outputs if t.requires_grad) / bandwidth)
             args = (_received(result),)
     return LayerCosts(work, output, gradient)
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second that one thread's copy reaches here, of a size beyond most caches."""
-    source = torch.zeros(_COPY_NBYTES, dtype=torch.uint8)
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that one thread's copy reaches here, of a size beyond most caches; or one
+    on the device, where links between devices are slower: what is cut there costs little anyway,
+    since it travels while the device works."""
+    source = torch.zeros(_COPY_NBYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     seconds: list[float] = []
     for _ in range(NUM_RUNS):
-        started = time.perf_counter()
+        started = _now_s(device)
         target.copy_(source)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(_now_s(device) - started)
     return _COPY_NBYTES / statistics.median(seconds)
 
 
 def _time_layer(
-    index: int, layer: nn.Module, args: tuple[Any, ...], call: Call, num_runs: int
+    index: int,
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    call: Call,
+    num_runs: int,
+    device: torch.device,
 ) -> tuple[float, Any]:
     seconds: list[float] = []
     result: Any = None
     for _ in range(num_runs + 1):
         inputs = tuple(_received(value) for value in args)
-        started = time.perf_counter()
+        started = _now_s(device)
         result = call(index, layer, inputs)
         roots = [tensor for tensor in tensors_of(result) if tensor.requires_grad]
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        seconds.append(time.perf_counter() - started)
+        seconds.append(_now_s(device) - started)
     return statistics.median(seconds[1:]), result
+
+
+def _now_s(device: torch.device) -> float:
+    """Once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _received(value: Any) -> Any:

@@ -36,11 +36,18 @@ from pydist._partition import (
 from pydist._pipeline_step import StepFrame
 from pydist._running_statistics import StageStatistics
 from pydist._stage import ModuleStage, Names, SequentialStage, keyword_names
+from pydist._stage_device import agree_on_device, device_of, goes_over_device
 from pydist._tied_weights import TiedWeights, separate_stages
 from pydist._verification import verify_layers, verify_settings
 from pydist.errors import UsageError
 from pydist.schedule import Schedule
-from pydist.skip import Declaration, declarations_of, exchange_declarations, portals_of
+from pydist.skip import (
+    Declaration,
+    Portal,
+    declarations_of,
+    exchange_declarations,
+    portals_of,
+)
 
 Model = nn.Sequential | Sequence[ModuleSource]
 
@@ -89,6 +96,8 @@ class PipelineParts:
     partition: Partition
     local_stages: dict[int, nn.Module]
     local_layers: list[tuple[str, nn.Module]]
+    device: torch.device  # of the local stages
+    is_asynchronous: bool  # the device works on while the host goes on
     tied_names: list[list[str]]
     aliases: list[nn.Parameter]  # leaves that are no parameters of their own
     trains: bool  # the schedule has backwards
@@ -130,7 +139,8 @@ def build_pipeline(
             StageStatistics(stage.module, settings.deferred_batch_norm) for stage in stages.values()
         ]
         local_layers = [layer for stage in local for layer in layers[stage].items()]
-        _check_devices(local_layers)
+        own_device = device_of(local_layers)
+    device = agree_on_device(engine, own_device)
     verify_settings(engine, model_name, _agreed(settings, plan, partition, groups))
     verify_layers(engine, model_name, _layers_given(model, partition))
     base_seed = int(engine.exchange_bytes(str(torch.initial_seed()).encode())[0])
@@ -154,7 +164,8 @@ def build_pipeline(
         chunk_dim=settings.chunk_dim if isinstance(settings.chunk_dim, Mapping) else (),
     )
     portals = portals_of(exchange_declarations(engine, _declared_skips(partition, layers)))
-    channel = _make_channel(engine, model_name)
+    links = _links(plan, portals, groups) if goes_over_device(device) else None
+    channel = _make_channel(engine, model_name, device, links)
     tied = TiedWeights(engine, channel, groups, layers, plan.placement, gradients_are_views)
 
     def make_executor(plan: Schedule) -> _C.PipelineExecutor:
@@ -167,6 +178,7 @@ def build_pipeline(
             portals=[(each.number, each.name, each.from_stage, each.to_stage) for each in portals],
             base_seed=base_seed % 2**64,
             data_parallel_rank=data_parallel_rank,
+            device=None if device.type == "cpu" else device,
         )
 
     return PipelineParts(
@@ -175,6 +187,8 @@ def build_pipeline(
         partition=partition,
         local_stages={stage: found.module for stage, found in stages.items()},
         local_layers=local_layers,
+        device=device,
+        is_asynchronous=links is not None,
         tied_names=[[name for _, name in group] for group in groups],
         aliases=tied.aliases,
         trains=plan.has_backward,
@@ -322,21 +336,6 @@ def _declared_skips(
     return found
 
 
-def _check_devices(layers: Sequence[tuple[str, nn.Module]]) -> None:
-    for layer_name, layer in layers:
-        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
-            if tensor.device.type == "meta":
-                raise UsageError(
-                    f"{layer_name}.{name} is on the meta device and has no data; give a list of "
-                    "zero-argument callables that make the stages' modules: each rank calls those "
-                    "of its own stages"
-                )
-            if tensor.device.type != "cpu":
-                raise NotImplementedError(
-                    f"{layer_name}.{name} is on {tensor.device}; pipelines run on the CPU for now"
-                )
-
-
 def _agreed(
     settings: PipelineSettings, plan: Schedule, partition: Partition, groups: list[TiedGroup]
 ) -> dict[str, Any]:
@@ -354,8 +353,29 @@ def _agreed(
     }
 
 
-def _make_channel(engine: Engine, model_name: str) -> _C.Channel | None:
-    """Collective."""
+# (from rank, to rank)
+Links = list[tuple[int, int]]
+
+
+def _links(plan: Schedule, portals: Sequence[Portal], groups: Sequence[TiedGroup]) -> Links:
+    """Which ranks send each other tensors: the same list on every rank."""
+    rank_of = plan.placement
+    ways = [(stage, stage + 1) for stage in range(plan.num_stages - 1)]
+    ways += [(portal.from_stage, portal.to_stage) for portal in portals]
+    found = {(rank_of[sender], rank_of[receiver]) for sender, receiver in ways}
+    if plan.has_backward:  # gradients
+        found |= {(receiver, sender) for sender, receiver in found}
+    found |= {(rank_of[-1], rank) for rank in range(plan.num_ranks)}  # the loss
+    for group in groups:
+        ranks = [rank_of[stage] for stage, _ in group]
+        found |= {(sender, receiver) for sender in ranks for receiver in ranks}
+    return sorted((sender, receiver) for sender, receiver in found if sender != receiver)
+
+
+def _make_channel(
+    engine: Engine, model_name: str, device: torch.device, links: Links | None
+) -> _C.Channel | None:
+    """`links`: where tensors go from device to device; None: on the CPU. Collective."""
     if engine.size == 1:
         return None
     return _C.Channel(
@@ -366,4 +386,6 @@ def _make_channel(engine: Engine, model_name: str) -> _C.Channel | None:
         timeout_s=engine.timeout_s,
         global_ranks=engine.global_ranks,
         name=model_name,
+        device=None if links is None else device,
+        links=links or [],
     )

@@ -164,7 +164,7 @@ class Replicas:
         return self._average if self._synchronize and self._unreduced else None
 
     def _average(self, gradient: torch.Tensor) -> None:
-        dense = gradient if gradient.is_contiguous() else gradient.contiguous()
+        dense = gradient.cpu().contiguous()  # itself, where it is that already
         self._engine.operations.all_reduce(dense, MEAN, False)
         if dense is not gradient:
             gradient.copy_(dense)

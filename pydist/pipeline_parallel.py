@@ -26,6 +26,7 @@ from pydist._pipeline_step import (
     Total,
     scale_of,
 )
+from pydist._stage_device import check_place
 from pydist._stage_reduction import Replicas, StageReduction, replicated
 from pydist.errors import UsageError
 from pydist.schedule import ActionRecord, Schedule
@@ -33,6 +34,11 @@ from pydist.schedule import ActionRecord, Schedule
 
 class PipelineParallel(PipelineState):
     """Trains a model whose stages are on several ranks; gradients are those of the unsplit model.
+
+    Stages are on the CPU, or those of each rank on one GPU (`.to(device)` before). There, values go
+    from GPU to GPU over NCCL, a step waits for none, and the loss is a tensor on this rank's GPU.
+    A step may be captured in a CUDA graph, on all ranks at once, where nothing else in it waits;
+    random numbers then come from the user's stream.
 
     Args:
         module: an nn.Sequential, which is split into stages, or a list with one module (or
@@ -199,7 +205,10 @@ class PipelineParallel(PipelineState):
         return self
 
     def record(self, on: bool = True) -> None:
-        """Switches the recording of actions on or off, from the next step. Not collective."""
+        """Switches the recording of actions on or off, from the next step. Not collective.
+
+        Times are the host's: on a GPU, an action ends when all its work is enqueued.
+        """
         self._wants_records = on
 
     def records(self) -> list[ActionRecord]:
@@ -222,9 +231,9 @@ class PipelineParallel(PipelineState):
     ) -> Any:
         """Forward and backward of one batch; gradients add up in ``.grad``. Collective.
 
-        The first stage's rank needs the batch (``args``), the last one's the target; others may
-        pass None or nothing. Keyword arguments go to every stage whose forward names them, and
-        must be given on these stages' ranks.
+        The first stage's rank needs the batch (``args``), the last one's the target, each on its
+        stage's device; others may pass None or nothing. Keyword arguments go to every stage whose
+        forward names them, and must be given on these stages' ranks.
 
         Args:
             metrics: metrics(output, target) -> dict of numbers or tensors, for one microbatch,
@@ -350,7 +359,7 @@ class PipelineParallel(PipelineState):
             self._next_schedule = None
         self._recorded = self._wants_records
         auto = training and self._auto is not None and self._auto.records
-        parts.executor.record(self._recorded or auto)
+        parts.executor.record(self._recorded or auto, auto and parts.is_asynchronous)
 
     @contextmanager
     def _refusing(self, kind: StepKind, replicas: Replicas | None, met: bool) -> Iterator[None]:
@@ -369,7 +378,7 @@ class PipelineParallel(PipelineState):
     def _prepare(
         self, kind: StepKind, given: tuple[tuple[Any, ...], dict[str, Any], Any]
     ) -> tuple[StepInputs, list[float]]:
-        args, kwargs, _ = given
+        args, kwargs, target = given
         if kind is StepKind.TRAIN and not torch.is_grad_enabled():
             raise UsageError("step() needs gradients; within no_grad() call evaluate()")
         if self.has_first_stage and not kwargs and all(arg is None for arg in args):
@@ -385,6 +394,10 @@ class PipelineParallel(PipelineState):
                 f"the schedule {parts.schedule.name} has no backward, which step() needs; call "
                 "evaluate(), or make the pipeline with another schedule"
             )
+        if self.has_first_stage:
+            check_place(args, "the batch", parts.device, "first")
+        if self.has_last_stage:
+            check_place(target, "the target", parts.device, "last")
         parts.frame.prepare(kind is StepKind.TRAIN)
         inputs = StepInputs(parts.slicer, parts.routes, given, list(parts.local_stages))
         if kind is StepKind.FORWARD or not self.has_last_stage:

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import os
 import subprocess
 import sys
 
@@ -32,10 +33,25 @@ except UsageError as error:
 """
 
 
-def run(code: str) -> list[str]:
+# The error is thrown by pydist._cuda, and translated by pydist._C.
+ALLOCATES_WITHOUT_A_DRIVER = """
+import torch
+
+from pydist import ResourceError, _C, _cuda
+
+_C.register_device_runtime(_cuda.runtime)
+assert not torch.cuda.is_available()
+try:
+    _C.testing.allocate_on_device(512)
+except ResourceError as error:
+    print(error)
+"""
+
+
+def run(code: str, environment: dict[str, str] | None = None) -> list[str]:
     """The lines that a new interpreter prints."""
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 
@@ -71,3 +87,15 @@ def test_a_runtime_of_another_build_is_refused() -> None:
     with pytest.raises(pydist.UsageError, match="of different builds; reinstall pydist"):
         _C.register_device_runtime(new_capsule(1, name, None))
     assert _C.device_name() is None
+
+
+def test_memory_needs_a_device() -> None:
+    with pytest.raises(pydist.UsageError, match="this process has no device"):
+        _C.testing.allocate_on_device(512)
+
+
+@pytest.mark.skipif(not HAS_CUDA_MODULE, reason="pydist is built without CUDA")
+def test_errors_of_the_cuda_module_are_those_of_the_engine() -> None:
+    hidden = dict(os.environ, CUDA_VISIBLE_DEVICES="")  # where there is a driver
+    (line,) = run(ALLOCATES_WITHOUT_A_DRIVER, hidden)
+    assert line.startswith("cudaMalloc of 512 bytes"), line

@@ -179,12 +179,13 @@ def test_means_are_those_of_the_definition(
             assert same_bits(mean, slices_mean(contributions, on_wire, size))
         elif algorithm == "ring":
             assert same_bits(mean, ring_mean(contributions, on_wire, size))
+        if count == 0:
+            continue
         exact = torch.stack([c.double() for c in contributions]).sum(0) / size
         bound = error_bound(algorithm, contributions, on_wire) / size
         if algorithm == "nccl":  # divides first, adds in the type
             bound += 2 * size * UNITS[dtype] * exact.abs() + (dtype == torch.float16) * 2.0**-24
-        if count > 0:
-            assert ((mean.double() - exact).abs() <= bound).all()
+        assert ((mean.double() - exact).abs() <= bound).all()
 
 
 # ---- Extremes
@@ -260,7 +261,7 @@ def test_segments_in_flight(size: int, algorithm: str, seed: int) -> None:
 
 
 def without_one_wait(rank: int, size: int, nth: int) -> None:
-    """The plan of two segments in flight, but for one wait of a stream on an event."""
+    """Two segments in flight, but one stream does not wait for one event."""
     tensor = torch.zeros(size * 300_000)
     mean_of(rank, size, tensor, "ring")  # scratch memory is there
     emulated.synchronize()
@@ -269,8 +270,10 @@ def without_one_wait(rank: int, size: int, nth: int) -> None:
         mean_of(rank, size, tensor, "ring")
 
 
-@pytest.mark.parametrize("nth", range(2))
+@pytest.mark.parametrize("nth", range(1, 5))
 def test_every_wait_of_the_ring_is_needed(nth: int) -> None:
+    """The first is for the caller's stream; then additions wait for what they add, and what is
+    moved for additions."""
     emulated_pool(2).run(without_one_wait, nth)
 
 

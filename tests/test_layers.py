@@ -10,14 +10,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 
-# The lowest first; bindings are the files that stand directly in csrc/.
-CPP_LAYERS = ["base", "transport", "collective", "bucket", "pipeline", "bindings"]
+# The lowest first; bindings are the files that stand directly in csrc/. cuda is another module.
+CPP_LAYERS = ["base", "transport", "collective", "bucket", "pipeline", "bindings", "cuda"]
+# What that one shares with the engine's; it is linked with none of its sources.
+SHARED_WITH_CUDA = ("base/", "collective/device_kernels/", "transport/nccl_api.h")
 # Files of the pure layers that may know torch, and files of other layers that may not.
 WITH_TORCH_IN_PURE_LAYERS = {"transport/c10d_store.h", "transport/c10d_store.cpp"}
 PURE_IN_OTHER_LAYERS = [
     "bucket/copy_tiles",
     "bucket/device_pack",
     "bucket/layout",
+    "bucket/pack",
     "bucket/round",
     "bucket/round_stats",
     "bucket/shared_round",
@@ -34,6 +37,7 @@ PURE_IN_OTHER_LAYERS = [
     "pipeline/readiness",
     "pipeline/arena_blocks",
     "pipeline/channel_options",
+    "pipeline/description_book",
     "pipeline/failure_record",
     "pipeline/schedule",
     "pipeline/search",
@@ -44,6 +48,7 @@ PURE_IN_OTHER_LAYERS = [
     "pipeline/waiting_cycle",
 ]
 PURE_LAYERS = ["base", "transport", "collective"]
+CUDA_HEADER = re.compile(r"^(cuda|nccl|(c10|ATen)/cuda/)")
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2|pybind11|Python\.h)")
 
 # The lowest first; modules of one line do not import each other.
@@ -83,6 +88,7 @@ PYTHON_LAYERS = [
         "_layer_times",
         "_microbatches",
         "_stage",
+        "_stage_device",
         "_tied_weights",
         "grad_scaler",
     },
@@ -148,6 +154,20 @@ def test_torch_headers_stay_where_they_belong(path: Path) -> None:
         if layer_of(name) != "bindings":
             assert included != "torch/extension.h", f"{name}: 28 s of compile time"
             assert not included.startswith("pybind11"), f"{name}: pybind11 outside the bindings"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_cuda_stays_where_it_belongs(path: Path) -> None:
+    name = name_of(path)
+    for included in includes(path):
+        if layer_of(name) == "cuda" and (CSRC / included).exists():
+            assert included.startswith(("cuda/", *SHARED_WITH_CUDA)), f"{name} includes {included}"
+        elif layer_of(name) == "cuda":
+            assert not included.startswith("ATen/"), f"{name}: 15 s of compile time for {included}"
+        elif path.suffix != ".cuh":
+            assert not CUDA_HEADER.match(included), f"{name} is compiled without {included}"
+        if path.suffix in {".cu", ".cuh"}:
+            assert not TORCH_HEADER.match(included), f"{name}: 24 s of compile time for {included}"
 
 
 def test_a_pure_file_includes_only_pure_files() -> None:

@@ -210,6 +210,7 @@ def test_the_source_archive_can_be_built_from(tmp_path: Path) -> None:
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = {"setup.py", "pyproject.toml", "LICENSE", "build_backend/pydist_build.py"}
+    wanted.add("build_backend/cuda_build.py")
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.*")}
     wanted |= {"pydist/py.typed", "pydist/_C.pyi", "pydist/__init__.py"}
     assert wanted <= names, sorted(wanted - names)

@@ -24,8 +24,8 @@ DeviceRecords::~DeviceRecords() {
   try {
     const DeviceGuard guard(communicator_->device());
     if (!wait_for_all()) return;
-    free_.insert(free_.end(), pending_.begin(), pending_.end());
-    free_.insert(free_.end(), captured_.begin(), captured_.end());
+    for (Slot& slot : pending_) free_.push_back(std::move(slot));
+    for (Slot& slot : captured_) free_.push_back(std::move(slot));
     for (const Slot& slot : free_) {
       device_runtime()->free_pinned(slot.pinned);
       device_runtime()->deallocate(slot.device);
@@ -38,7 +38,7 @@ DeviceRecords::~DeviceRecords() {
 bool DeviceRecords::wait_for_all() const {
   const double deadline_s = monotonic_s() + kDestruction_s;
   for (const Slot& slot : pending_) {
-    while (!communicator_->is_done(slot.mark)) {
+    while (!slot.received.is_complete()) {
       if (monotonic_s() > deadline_s) return false;
       ::usleep(kSleep_us);
     }
@@ -48,7 +48,7 @@ bool DeviceRecords::wait_for_all() const {
 
 DeviceRecords::Slot DeviceRecords::take_slot() {
   if (!free_.empty()) {
-    const Slot slot = free_.back();
+    Slot slot = std::move(free_.back());
     free_.pop_back();
     return slot;
   }
@@ -71,32 +71,34 @@ void DeviceRecords::send(const RoundRecord& mine) {
   runtime.copy(slot.pinned + num_words_, slot.device + num_words_, records_.size() * nbytes,
                stream);
   if (runtime.is_capturing(stream)) {
-    captured_.push_back(slot);
+    captured_.push_back(std::move(slot));
   } else {
+    slot.received.record(stream);
     slot.mark = communicator_->mark();
-    pending_.push_back(slot);
+    pending_.push_back(std::move(slot));
   }
 }
 
-const std::vector<RoundRecord>& DeviceRecords::read(const Slot& slot) {
+const std::vector<RoundRecord>& DeviceRecords::read(Slot slot) {
   const uint64_t* words = slot.pinned + num_words_;
   for (size_t r = 0; r < records_.size(); ++r) records_[r].read(words + r * num_words_);
-  free_.push_back(slot);
+  free_.push_back(std::move(slot));
   return records_;
 }
 
 const std::vector<RoundRecord>& DeviceRecords::wait() {
   communicator_->wait(pending_.back().mark);
-  const Slot slot = pending_.back();
+  while (!pending_.back().received.is_complete()) ::usleep(kSleep_us);  // it was recorded before
+  Slot slot = std::move(pending_.back());
   pending_.pop_back();
-  return read(slot);
+  return read(std::move(slot));
 }
 
 const std::vector<RoundRecord>* DeviceRecords::poll() {
-  if (pending_.empty() || !communicator_->is_done(pending_.front().mark)) return nullptr;
-  const Slot slot = pending_.front();
+  if (pending_.empty() || !pending_.front().received.is_complete()) return nullptr;
+  Slot slot = std::move(pending_.front());
   pending_.pop_front();
-  return &read(slot);
+  return &read(std::move(slot));
 }
 
 }  // namespace pydist

@@ -38,10 +38,11 @@ class DeviceRecords {
     uint64_t* pinned = nullptr;
     uint64_t* device = nullptr;
     uint64_t mark = 0;
+    OwnedEvent received;
   };
 
   Slot take_slot();
-  const std::vector<RoundRecord>& read(const Slot& slot);
+  const std::vector<RoundRecord>& read(Slot slot);
   bool wait_for_all() const;
 
   std::shared_ptr<NcclCommunicator> communicator_;

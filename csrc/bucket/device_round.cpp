@@ -91,6 +91,7 @@ void DeviceRound::allocate_buckets() {
   for (const auto& [unit, offset] : offsets) {
     state(unit).memory = std::shared_ptr<void>(memory, static_cast<char*>(memory.get()) + offset);
   }
+  mark_delivery();  // the memory is zeroed on this stream
 }
 
 void DeviceRound::begin(int divisor) {
@@ -175,10 +176,14 @@ void DeviceRound::open(int unit) {
   }
   state(unit).sources.assign(1, stream);
   add_once(seen_, stream);
-  // The unit's memory may still be read by the last round's copies. Who captures a graph, or
-  // launches one, has ordered that with what came before.
-  const bool apart = has_delivered_ && delivered_on_ != stream;
-  if (apart && !delivered_in_capture_ && !runtime().is_capturing(stream)) delivered_.block(stream);
+  wait_for_delivery(stream);
+}
+
+// The units' memory may still be read by the last round's copies. Who captures a graph, or launches
+// one, has ordered that with what came before.
+void DeviceRound::wait_for_delivery(Stream stream) {
+  if (!has_delivered_ || delivered_on_ == stream) return;
+  if (!delivered_in_capture_ && !runtime().is_capturing(stream)) delivered_.block(stream);
 }
 
 void DeviceRound::copy(int unit, CopyDirection direction, const std::vector<PackItem>& items) {
@@ -247,8 +252,11 @@ void DeviceRound::join() {
 bool DeviceRound::end_unanswered(const RoundRecord& mine) {
   const DeviceGuard guard(communicator_->device());
   launch_published();
-  join();
+  // A capture has to be joined by all that it has forked; else nobody waits for the records.
+  const bool captures = is_capturing();
+  if (!captures) join();
   if (!second_) records_.send(mine);
+  if (captures) join();
   return true;
 }
 
@@ -271,13 +279,24 @@ bool DeviceRound::may_wait() const {
   return !is_capturing();
 }
 
+// What a gradient's memory is used for on this stream comes before what its own stream makes of it,
+// once it is free.
 void DeviceRound::delivered() {
   const DeviceGuard guard(communicator_->device());
-  delivered_on_ = runtime().current_stream();
-  delivered_.record(delivered_on_);
-  has_delivered_ = true;
-  delivered_in_capture_ = runtime().is_capturing(delivered_on_);
+  mark_delivery();
+  for (const Stream stream : seen_) {
+    if (stream != delivered_on_) delivered_.block(stream);
+  }
   seen_.clear();
+}
+
+void DeviceRound::mark_delivery() {
+  const Stream stream = runtime().current_stream();
+  wait_for_delivery(stream);
+  delivered_.record(stream);
+  delivered_on_ = stream;
+  has_delivered_ = true;
+  delivered_in_capture_ = runtime().is_capturing(stream);
 }
 
 // Aborting lets the communicator's stream go on: what the others enqueue from now on comes later.

@@ -44,7 +44,7 @@ class DeviceRound final : public Round {
   std::string describe(int rank) const override { return communicator_->describe(rank); }
   void* unit_memory(int unit) override;
   std::shared_ptr<void> hold_memory(int unit) override;
-  bool reaches(const void*) const override { return size() > 1; }
+  bool reaches(const void*) const override { return true; }
   bool publishes_all() const override { return true; }
   void begin(int divisor) override;
   bool leave_out(const Bitmap& units) override;
@@ -80,6 +80,8 @@ class DeviceRound final : public Round {
   void launch(int begin, int end);
   void launch_published();
   void join();
+  void wait_for_delivery(Stream stream);
+  void mark_delivery();
   void agree_on_left_out(const Bitmap& units);
   void wait_for_peer(int peer, const std::string& key);
   void check_same(int peer, const Bitmap& mine, const Bitmap& theirs) const;
@@ -102,7 +104,7 @@ class DeviceRound final : public Round {
   int divisor_ = 0;
   bool second_ = false;  // of the same backward
   OwnedEvent crossing_;
-  OwnedEvent delivered_;  // of the last round
+  OwnedEvent delivered_;  // of the last round, or of the memory's making
   Stream delivered_on_ = nullptr;
   bool has_delivered_ = false;
   bool delivered_in_capture_ = false;

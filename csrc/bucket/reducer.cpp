@@ -128,6 +128,17 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
     if (parameters_[index].unit >= 0) states_[parameters_[index].unit].gated = true;
   }
   if (options_.born_in_arena && !has_buckets_only(options_)) GradientAllocator::install();
+  // Ranks that have to ask each other do it here: their first backwards may be of other models.
+  Bitmap frozen(static_cast<int>(units_.size()));
+  for (size_t u = 0; u < units_.size(); ++u) {
+    const auto& members = units_[u].members;
+    if (std::none_of(members.begin(), members.end(), [&](const Member& member) {
+          return parameters_[member.parameter].variable.requires_grad();
+        })) {
+      frozen.set(static_cast<int>(u));
+    }
+  }
+  round_->leave_out(frozen);
 }
 
 Reducer::~Reducer() {

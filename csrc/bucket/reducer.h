@@ -70,6 +70,7 @@ struct ReducerOptions {
   std::vector<int> sparse;    // parameters whose gradients are sparse
   AverageSparse average_sparse;
   bool unused_is_error = false;  // a round raises where a rank did not use a trainable parameter
+  bool reduces_alone = false;    // also a group of one rank, for tests and benchmarks of one device
 };
 
 // What the reducer did since it was made.
@@ -240,7 +241,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void second_round(const Bitmap& again);
   void average_sparse();
   Bitmap trainable() const;
-  bool reduces() const { return round_->size() > 1 || options_.comm_hook; }
+  bool reduces() const {
+    return round_->size() > 1 || options_.comm_hook || options_.reduces_alone;
+  }
   void check_trainable(const std::vector<RoundRecord>& records) const;
   void check_again(const std::vector<RoundRecord>& records) const;
   // A backward should give it a gradient.

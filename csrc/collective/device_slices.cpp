@@ -17,8 +17,8 @@ int64_t slice_elements(const MeanTask& task, int size) {
       element_nbytes(task.own, even) % kVectorNbytes == 0) {
     return even;
   }
-  const int64_t blocks = even / WireParts::kAlignment + 1;
-  return blocks * WireParts::kAlignment;
+  const int64_t unit = WireParts::kAlignment * size;
+  return (task.count + unit - 1) / unit * WireParts::kAlignment;
 }
 
 }  // namespace

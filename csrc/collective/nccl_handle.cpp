@@ -52,7 +52,11 @@ void run_in_thread(const End& end) noexcept {
   }
   try {
     std::thread([end] {
-      const nccl::Result result = end();
+      nccl::Result result = nccl::kSuccess;
+      try {
+        result = end();
+      } catch (...) {  // the device has failed: the communicator stays for good
+      }
       leave();
       if (result == nccl::kInProgress) linger();
     }).detach();

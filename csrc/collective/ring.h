@@ -18,7 +18,8 @@
 //   exchange(queue, sent, received, k, adds)
 //                                        sends to the next rank, receives from the one before: into
 //                                        place k to be added, or, a complete sum, where sums are
-//                                        sent from. Either may be empty.
+//                                        sent from. Either may be empty, or both: all ranks
+//                                        exchange equally often.
 //   add(queue, segment, k, completes)    adds the own elements to what is in place k, ready to be
 //                                        sent
 //   delivers(), deliver(queue, segment)  makes a complete sum the result; where delivers() is
@@ -42,7 +43,6 @@ void run_ring(const RingPlan& plan, Transport& transport) {
       const RingSegment received = plan.received(step, k);
       const bool adds = plan.adds(step);
       const bool delivers = transport.delivers() && (!adds || plan.completes(step));
-      if (sent.count == 0 && received.count == 0) continue;
       if (step > 0 && plan.adds(step - 1) && sent.count > 0) transport.added(k).block(mover);
       transport.exchange(mover, sent, received, k, adds);
       if (received.count == 0 || !(adds || delivers)) continue;

@@ -55,6 +55,8 @@ struct ChannelCounters {
                              // was full
   uint64_t peak_parked = 0;  // messages that had come and were not wanted yet, at once
   uint64_t num_dropped = 0;  // of steps that had failed
+  uint64_t device_nbytes = 0;  // sent from device to device
+  uint64_t num_described = 0;  // structures and lists of shapes that receivers did not know
   // Now: memory for messages on their way (lent to receivers), and for tensors that were received.
   uint64_t lent_nbytes = 0;
   uint64_t pool_nbytes = 0;
@@ -73,8 +75,9 @@ class Channel {
   // step of another kind is a MismatchError, on both, at the wait that finds out. Raises PeerError
   // where a peer has failed since all ended the last step, or is dead.
   virtual void begin_step(StepKind kind) = 0;
-  // Never waits for the receiver. The tensors may be changed or freed as soon as it returns. What
-  // is sent in a step is received in it.
+  // Never waits for the receiver. The tensors may be changed or freed as soon as it returns (those
+  // on a device: by work that is enqueued on the current stream later). What is sent in a step is
+  // received in it.
   virtual void send(int destination, Message message) = 0;
   // Waits for the message; its tensors are this process's own. Raises PeerError (a peer died or its
   // step raised), TimeoutError, MismatchError, or what a signal handler raises; `describe` says

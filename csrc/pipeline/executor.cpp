@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/device_handles.h"
 #include "pipeline/own_memory.h"
 
 namespace pydist {
@@ -32,6 +33,12 @@ const char* word(ActionKind kind) {
 std::string text_of(const Action& action) {
   return concat(action.text(), " (", word(action.kind), " of stage ", action.stage,
                 " for microbatch ", action.microbatch, ")");
+}
+
+bool is_capturing(const std::optional<c10::Device>& device) {
+  if (!device) return false;
+  const DeviceGuard guard(device->index());
+  return device_runtime()->is_capturing(device_runtime()->current_stream());
 }
 
 bool takes_part(const Action& action, StepKind kind) {
@@ -62,6 +69,7 @@ void Executor::add_stage(LocalStage local) {
   stage.context.stage = number;
   stage.context.base_seed = options_.base_seed;
   stage.context.data_parallel_rank = options_.data_parallel_rank;
+  stage.context.device = options_.device;
   stage.local = std::move(local);
   index_of_stage_[number] = static_cast<int>(stages_.size());
   stages_.push_back(std::move(stage));
@@ -76,7 +84,11 @@ std::optional<Message> Executor::run(StepOptions options) {
   current_.reset();
   has_ended_ = false;
   num_last_forwards_ = 0;
-  for (Stage& stage : stages_) stage.was_cut = false;
+  const bool is_captured = is_capturing(options_.device);
+  for (Stage& stage : stages_) {
+    stage.was_cut = false;
+    stage.context.is_captured = is_captured;
+  }
   try {
     if (options_.channel != nullptr) options_.channel->begin_step(step_.kind);
     run_actions();
@@ -92,7 +104,8 @@ std::optional<Message> Executor::run(StepOptions options) {
 void Executor::run_actions() {
   for (const Step& step : plan_) {
     run_action(step.first);
-    // An overlapped pair: on a CPU nothing is won by running both at once.
+    // An overlapped pair: on a CPU nothing is won by running both at once, and a device has both
+    // enqueued before it is done with the first.
     if (step.second) run_action(*step.second);
   }
   current_.reset();

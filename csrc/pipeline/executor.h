@@ -44,6 +44,7 @@ struct ExecutorOptions {
   std::vector<LocalStage> stages;
   std::optional<uint64_t> base_seed = std::nullopt;  // of layers; none: the user's own stream
   int data_parallel_rank = 0;
+  std::optional<c10::Device> device = std::nullopt;  // of the stages, if not the CPU
   // Told once per stage whose backward cannot be split: B runs in the place of I.
   std::function<void(const std::string& text)> warn = nullptr;
 };

@@ -98,14 +98,16 @@ class EnvelopeReader {
 
 }  // namespace
 
-void check_sendable(const Message& message) {
+void check_sendable(const Message& message, at::Device device) {
   for (const Slot& slot : message.slots) {
     const at::Tensor& tensor = slot.tensor;
     if (!tensor.defined()) continue;
-    PYDIST_CHECK(tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
+    PYDIST_CHECK((tensor.is_cpu() || tensor.device() == device) &&
+                     tensor.layout() == at::kStrided && !tensor.is_quantized() &&
                      !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->is_python_dispatch(),
                  UsageError, "a tensor of type ", tensor.toString(), " on ", tensor.device().str(),
-                 " cannot cross from one stage to another; pass dense tensors on the CPU");
+                 " cannot cross from one stage to another; pass dense tensors on the CPU",
+                 device.is_cpu() ? "" : concat(" or on ", device.str()));
   }
 }
 

@@ -53,8 +53,9 @@ struct ImageHeader {
   }
 };
 
-// Raises UsageError where a tensor cannot be sent: it must be an ordinary one on the CPU.
-void check_sendable(const Message& message);
+// Raises UsageError where a tensor cannot be sent: it must be an ordinary one on the CPU, or on
+// `device`.
+void check_sendable(const Message& message, at::Device device = at::kCPU);
 
 // Of the payload.
 size_t image_nbytes(const Message& message);

@@ -1,4 +1,7 @@
 // When each action of a step ran, and how long it waited for others. Off unless asked for.
+//
+// Times are the host's: on a device an action ends when its work is enqueued, unless the recorder
+// is told to wait for the device then, as to choose a schedule.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +22,10 @@ struct ActionRecord {
 
 class Recorder {
  public:
-  void switch_on(bool on) { on_ = on; }
+  void switch_on(bool on, bool waits_for_device = false) {
+    on_ = on;
+    waits_for_device_ = on && waits_for_device;
+  }
   bool is_on() const { return on_; }
   // Of the last step.
   const std::vector<ActionRecord>& records() const { return records_; }
@@ -29,6 +35,7 @@ class Recorder {
     if (on_) records_.push_back({action, monotonic_ns()});
   }
   void end() {
+    if (waits_for_device_) wait_for_device();
     if (on_) records_.back().end_ns = monotonic_ns();
   }
   // Runs `wait`, for the action that is going on.
@@ -36,12 +43,16 @@ class Recorder {
   auto waiting(Wait wait) {
     const int64_t start_ns = on_ ? monotonic_ns() : 0;
     auto result = wait();
+    if (waits_for_device_) wait_for_device();  // which receives what the host knows of already
     if (on_ && !records_.empty()) records_.back().wait_ns += monotonic_ns() - start_ns;
     return result;
   }
 
  private:
+  static void wait_for_device();
+
   bool on_ = false;
+  bool waits_for_device_ = false;
   std::vector<ActionRecord> records_;
 };
 

@@ -1,6 +1,7 @@
 #include "pipeline/seeded_generator.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 
 #include <chrono>
 #include <mutex>
@@ -25,6 +26,10 @@ at::CPUGeneratorImpl& default_generator() {
   return *at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
 }
 
+at::Generator generator_of(c10::Device device) {
+  return at::globalContext().defaultGenerator(device);
+}
+
 // Never destroyed: threads may outlive main().
 std::recursive_timed_mutex& turns() {
   static auto* const instance = new std::recursive_timed_mutex();
@@ -47,7 +52,12 @@ uint64_t SeedKey::mixed() const {
   return seed;
 }
 
-void seed_default_generator(uint64_t seed) {
+void seed_default_generators(uint64_t seed, std::optional<c10::Device> device) {
+  if (device) {
+    at::Generator generator = generator_of(*device);
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    generator.set_current_seed(seed);  // and the offset is 0
+  }
   at::mt19937_data_pod data;
   data.seed_ = seed;
   data.seeded_ = true;
@@ -69,7 +79,14 @@ void seed_default_generator(uint64_t seed) {
   generator.set_next_double_normal_sample(std::nullopt);
 }
 
-GeneratorScope::GeneratorScope() : turn_(take_turn()), engine_(default_generator().engine()) {
+GeneratorScope::GeneratorScope(std::optional<c10::Device> device)
+    : turn_(take_turn()), engine_(default_generator().engine()), device_(device) {
+  if (device_) {
+    at::Generator on_device = generator_of(*device_);
+    const std::lock_guard<std::mutex> lock(on_device.mutex());
+    device_seed_ = on_device.current_seed();
+    device_offset_ = on_device.get_offset();
+  }
   at::CPUGeneratorImpl& generator = default_generator();
   const std::lock_guard<std::mutex> lock(generator.mutex_);
   engine_ = generator.engine();
@@ -78,6 +95,12 @@ GeneratorScope::GeneratorScope() : turn_(take_turn()), engine_(default_generator
 }
 
 GeneratorScope::~GeneratorScope() {
+  if (device_) {
+    at::Generator on_device = generator_of(*device_);
+    const std::lock_guard<std::mutex> lock(on_device.mutex());
+    on_device.set_current_seed(device_seed_);
+    on_device.set_offset(device_offset_);
+  }
   at::CPUGeneratorImpl& generator = default_generator();
   const std::lock_guard<std::mutex> lock(generator.mutex_);
   generator.set_engine(engine_);

@@ -46,13 +46,14 @@ std::optional<at::Tensor> Skips::take(std::string_view name) {
 
 void StageContext::seed_layer(int64_t layer) const {
   if (!base_seed.has_value()) return;
-  seed_default_generator(SeedKey{*base_seed, data_parallel_rank, step, microbatch, layer}.mixed());
+  const SeedKey key{*base_seed, data_parallel_rank, step, microbatch, layer};
+  seed_default_generators(key.mixed(), seeded_device());
 }
 
 StageContext* current_stage_context() { return current; }
 
 StageScope::StageScope(StageContext& context) : outer_(std::exchange(current, &context)) {
-  if (context.base_seed.has_value()) generator_.emplace();
+  if (context.base_seed.has_value()) generator_.emplace(context.seeded_device());
 }
 
 StageScope::~StageScope() { current = outer_; }

@@ -41,10 +41,15 @@ struct StageContext {
   // None: layers draw from the user's stream.
   std::optional<uint64_t> base_seed = std::nullopt;
   int data_parallel_rank = 0;
+  // Whose default generator is seeded beside the CPU's. A graph that is captured draws from the
+  // user's stream instead, since it could not be seeded anew at each replay.
+  std::optional<c10::Device> device = std::nullopt;
+  bool is_captured = false;
   // Before the forward: what has arrived for it. After: what it has stashed and not popped.
   Skips skips = {};
 
-  // Seeds the default generator for a layer. Only within a StageScope, which restores it.
+  std::optional<c10::Device> seeded_device() const { return is_captured ? std::nullopt : device; }
+  // Seeds the default generators for a layer. Only within a StageScope, which restores it.
   void seed_layer(int64_t layer) const;
 };
 

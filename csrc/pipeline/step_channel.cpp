@@ -42,6 +42,16 @@ bool same(const MessageKey& a, const MessageKey& b) {
 
 }  // namespace
 
+StepChannel::~StepChannel() {
+  if (links_ == nullptr) return;
+  if (in_forked_child()) {
+    links_->forget();
+  } else if (state_ != State::kBetween) {
+    // Peers may never receive what is on its way.
+    links_->abandon("the pipeline ended after a step that failed");
+  }
+}
+
 std::string StepChannel::describe_step(const Stamp& stamp) const {
   std::string text = concat("step ", stamp.step, " (", kind_name(stamp.kind), ")");
   if (stamp.generation > 1) text += concat(" since failure ", stamp.generation - 1);
@@ -52,8 +62,8 @@ std::string StepChannel::describe_step(const Stamp& stamp) const {
 
 void StepChannel::begin_step(StepKind kind) {
   try {
-    check();
-  } catch (const PeerError& error) {
+    check_all();
+  } catch (const std::exception& error) {
     state_ = State::kBetween;  // it is this step that fails
     fail(error.what());
     throw;
@@ -63,6 +73,7 @@ void StepChannel::begin_step(StepKind kind) {
   }
   hand_over();
   take_in();
+  begin_links();
   look_for_failure(stamp_.step + 1);
   pool_.end_step();
   trim_memory();
@@ -71,12 +82,24 @@ void StepChannel::begin_step(StepKind kind) {
   state_ = State::kInStep;
 }
 
+// Here, what a failed step has left is received.
+void StepChannel::begin_links() {
+  if (links_ == nullptr) return;
+  try {
+    links_->begin_step();
+  } catch (const std::exception& error) {
+    state_ = State::kBetween;
+    fail(concat(describe(rank()), " raised at the begin of a step: ", error.what()));
+    throw;
+  }
+}
+
 void StepChannel::flush(const Describe& describe) {
   check_step("flush");
   await(
       [&] {
         const int kept = hand_over();
-        take_in();
+        take_in_and_post();
         if (kept != kNobody) look_for_failure(stamp_.step);
         return kept;
       },
@@ -91,7 +114,7 @@ void StepChannel::end_step(const Describe& describe) {
   await(
       [&] {
         const int kept = hand_over();
-        take_in();
+        take_in();  // of the next step already, which may be on another stream
         look_for_mismatch();
         const int missing = kept != kNobody ? kept : first_in_step();
         // A rank that was interrupted in here has told the others before that it has ended.
@@ -100,6 +123,7 @@ void StepChannel::end_step(const Describe& describe) {
       },
       [&] { return with_purpose(concat("ending ", describe_step(stamp_)), describe); });
   check_nothing_left();
+  if (links_ != nullptr) links_->end_step();
   state_ = State::kBetween;
 }
 
@@ -176,10 +200,23 @@ void StepChannel::check_peer(int peer, const char* call) const {
 void StepChannel::send(int destination, Message message) {
   check_peer(destination, "send");
   check_step("send");
-  check_sendable(message);
-  post(destination, message, stamp_);
+  check_sendable(message, links_ == nullptr ? at::kCPU : links_->device());
+  if (links_ != nullptr) links_->take_out(destination, message, describe_key(message.key));
+  try {
+    post(destination, message, stamp_);
+  } catch (const std::exception& error) {
+    // What the device sends has no message now.
+    if (links_ != nullptr) links_->abandon(concat(describe(rank()), " raised ", error.what()));
+    throw;
+  }
   ++counters_.num_messages;
   counters_.moved_nbytes += image_nbytes(message);
+}
+
+// In a step.
+void StepChannel::take_in_and_post() {
+  take_in();
+  if (links_ != nullptr) links_->post();
 }
 
 void StepChannel::arrive(int source, const uint8_t* envelope, const uint8_t* payload) {
@@ -188,8 +225,10 @@ void StepChannel::arrive(int source, const uint8_t* envelope, const uint8_t* pay
   const Stamp stamp = header.stamp();
   Heard& heard = peers_[source];
   heard.last = stamp;
-  if (stamp.generation < stamp_.generation) {
-    if (header.ends_step == 0) ++counters_.num_dropped;
+  const bool is_past = stamp.generation < stamp_.generation;
+  if (is_past && header.ends_step != 0) return;
+  if (is_past && links_ == nullptr) {
+    ++counters_.num_dropped;
     return;
   }
   if (header.ends_step != 0) {
@@ -200,7 +239,14 @@ void StepChannel::arrive(int source, const uint8_t* envelope, const uint8_t* pay
     }
     return;
   }
-  heard.parked.push_back({stamp, read_message(envelope, payload, pool_)});
+  Message message = read_message(envelope, payload, pool_);
+  std::shared_ptr<DeviceLinks::Arrival> arrival;
+  if (links_ != nullptr) arrival = links_->announce(source, message, describe_key(message.key));
+  if (is_past) {
+    ++counters_.num_dropped;
+    return;
+  }
+  heard.parked.push_back({stamp, std::move(message), std::move(arrival)});
   counters_.peak_parked = std::max(counters_.peak_parked, ++num_parked_);
 }
 
@@ -216,6 +262,7 @@ std::optional<Message> StepChannel::take(int source, const MessageKey& key) {
   const auto found = find(source, key);
   if (found == peers_[source].parked.end()) return std::nullopt;
   std::optional<Message> message(std::move(found->message));
+  if (links_ != nullptr) links_->hand_out(source, *found->arrival, *message);
   peers_[source].parked.erase(found);
   --num_parked_;
   return message;
@@ -225,7 +272,7 @@ bool StepChannel::has_arrived(int source, const MessageKey& key) {
   check_peer(source, "has_arrived");
   check_step("has_arrived");
   hand_over();
-  take_in();
+  take_in_and_post();
   return find(source, key) != peers_[source].parked.end();
 }
 
@@ -240,7 +287,7 @@ Message StepChannel::receive(int source, const MessageKey& key, const Describe& 
   await(
       [&] {
         hand_over();
-        take_in();
+        take_in_and_post();
         if ((message = take(source, key))) return kNobody;
         const bool in_vain = has_ended(source);
         look_for_failure(stamp_.step, in_vain);  // it may have been interrupted while ending it
@@ -276,6 +323,7 @@ void StepChannel::await(Missing&& missing, const Describe& describe) {
     try {
       wait(guarded, describe);
     } catch (const PeerError& peer_error) {  // dead: all shall know
+      if (links_ != nullptr) links_->abandon(peer_error.what());
       fail(peer_error.what());
       throw;
     }
@@ -295,8 +343,27 @@ void StepChannel::look_for_failure(uint64_t step, bool urgent) {
                            : " has completed that step, and was about to begin the next)");
   }
   end_generation();
+  if (links_ != nullptr) {  // of a death too, which the device would wait on
+    try {
+      check_all();
+    } catch (const Error&) {  // the next step says so
+    }
+  }
   if (failure->is_mismatch) throw MismatchError(text);
   throw PeerError(text);
+}
+
+// Whether any step will work.
+void StepChannel::check_all() {
+  try {
+    check();
+    if (links_ != nullptr) links_->check();
+  } catch (const UsageError&) {  // of a forked child
+    throw;
+  } catch (const Error& error) {
+    if (links_ != nullptr) links_->abandon(error.what());
+    throw;
+  }
 }
 
 void StepChannel::look_for_mismatch() {
@@ -317,6 +384,10 @@ void StepChannel::raise_mismatch(const std::string& text) {
 ChannelCounters StepChannel::counters() const {
   ChannelCounters counters = counters_;
   counters.pool_nbytes = pool_.nbytes();
+  if (links_ != nullptr) {
+    counters.device_nbytes = links_->moved_nbytes();
+    counters.num_described = links_->num_described();
+  }
   return counters;
 }
 

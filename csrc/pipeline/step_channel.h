@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "pipeline/channel.h"
+#include "pipeline/device_links.h"
 #include "pipeline/failure_record.h"
 #include "pipeline/message_image.h"
 #include "pipeline/storage_pool.h"
@@ -40,11 +41,14 @@ class StepChannel : public Channel {
   void end_step(const Describe& describe) final;
   void fail(const std::string& reason) noexcept final;
   ChannelCounters counters() const override;
+  // From now on tensors on the device go over these. Between steps.
+  void use(std::unique_ptr<DeviceLinks> links) { links_ = std::move(links); }
 
  protected:
   static constexpr int kNobody = -1;
 
   explicit StepChannel(int size) : peers_(size) {}
+  ~StepChannel() override;
 
   // -- what carries the bytes --------------------------------------------------------------------
 
@@ -77,6 +81,7 @@ class StepChannel : public Channel {
   struct Parked {
     Stamp stamp;
     Message message;
+    std::shared_ptr<DeviceLinks::Arrival> arrival;  // null without links
   };
   struct Heard {
     std::list<Parked> parked = {};
@@ -90,9 +95,12 @@ class StepChannel : public Channel {
   void check_peer(int peer, const char* call) const;
   std::list<Parked>::iterator find(int source, const MessageKey& key);
   std::optional<Message> take(int source, const MessageKey& key);
+  void take_in_and_post();
+  void begin_links();
   template <class Missing>
   void await(Missing&& missing, const Describe& describe);
   void look_for_failure(uint64_t step, bool urgent = false);
+  void check_all();
   void look_for_mismatch();
   [[noreturn]] void raise_mismatch(const std::string& text);
   int first_in_step() const;
@@ -104,6 +112,7 @@ class StepChannel : public Channel {
 
   std::vector<Heard> peers_;
   StoragePool pool_;
+  std::unique_ptr<DeviceLinks> links_;  // null where all tensors are on the CPU
   State state_ = State::kBetween;
   Stamp stamp_;
   bool is_mismatch_ = false;  // what ended this step here, once it has raised
