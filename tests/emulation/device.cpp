@@ -232,10 +232,24 @@ void Device::torch_touches(Access access, const void* data, size_t nbytes) {
 
 // The caching allocator hands the block out again to what is enqueued on its stream from now on.
 void Device::torch_frees(const void* data, size_t nbytes, StreamState* stream) {
-  const Lock lock(mutex_);
+  Lock lock(mutex_);
+  const bool had_fault = has_fault();
   Clock clock = stream->clock;
   clock.join(host_knowledge());
   shadow_.free({"the host (a tensor's end)", {}, clock}, data, nbytes);
+  if (had_fault || !has_fault()) return;
+  // The fault is known; work that is still under way must not corrupt the heap as well.
+  ++num_waiting_;
+  work_.notify_one();
+  done_.wait_for(lock, std::chrono::seconds(2), [this] { return is_drained(); });
+  --num_waiting_;
+}
+
+bool Device::is_drained() const {
+  for (const StreamState* stream : order_) {
+    if (!stream->tasks.empty()) return false;
+  }
+  return true;
 }
 
 void Device::host_touches(Access access, const void* data, size_t nbytes) {
@@ -293,13 +307,7 @@ std::string Device::heads() const {
 
 void Device::synchronize() {
   Lock lock(mutex_);
-  const auto drained = [this] {
-    for (const StreamState* stream : order_) {
-      if (!stream->tasks.empty()) return false;
-    }
-    return true;
-  };
-  wait_on_host(lock, drained, "everything");
+  wait_on_host(lock, [this] { return is_drained(); }, "everything");
   for (const StreamState* stream : order_) host_clock_.join(stream->clock);
 }
 

@@ -133,6 +133,7 @@ class Device {
   Clock host_knowledge() const;
   void enqueue_now(StreamState& stream, const Call& call, bool visits_late);
   void capture_wait(StreamState& stream, const Moment& moment);
+  bool is_drained() const;
   std::string heads() const;
 
   std::mutex mutex_;
