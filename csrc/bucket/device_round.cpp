@@ -252,11 +252,9 @@ void DeviceRound::join() {
 bool DeviceRound::end_unanswered(const RoundRecord& mine) {
   const DeviceGuard guard(communicator_->device());
   launch_published();
-  // A capture has to be joined by all that it has forked; else nobody waits for the records.
-  const bool captures = is_capturing();
-  if (!captures) join();
   if (!second_) records_.send(mine);
-  if (captures) join();
+  // After the records too: a graph's launches, and its capture, come after all that was enqueued.
+  join();
   return true;
 }
 
