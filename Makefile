@@ -85,7 +85,7 @@ test-all: $(VENV)/.interop cpp-test cpp-test-aarch64
 bench: venv
 	$(PY) -m bench $(BENCH_ARGS)
 
-CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.inl")
+CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.inl" -o -name "*.cu" -o -name "*.cuh")
 LINTED = $(wildcard setup.py build_backend pydist tests bench examples)
 
 lint: venv

@@ -12,6 +12,7 @@
 #include "collective/nccl_handle.h"
 #include "collective/nccl_watchdog.h"
 #include "transport/c10d_store.h"
+#include "transport/nccl_api.h"
 
 namespace py = pybind11;
 
@@ -202,6 +203,11 @@ py::dict counters(const NcclCommunicator& communicator) {
   return result;
 }
 
+std::pair<int, std::string> open_nccl(const std::string& path) {
+  const nccl::Api& api = nccl::api(path);
+  return {api.version, api.path};
+}
+
 void stop_nccl() {
   NcclWatchdog::instance().stop(kLeave_s);
   stop_ending_nccl(kLeave_s);
@@ -250,6 +256,9 @@ void bind_nccl(py::module_& module) {
       .def("fail", &NcclCommunicator::fail, py::arg("reason"), NoGil(),
            "Ends the group: every rank raises PeerError with this reason.")
       .def("counters", &counters);
+  module.def("open_nccl", &open_nccl, py::arg("path") = "",
+             "NCCL's version (22807 for 2.28.7) and its file: the one that is loaded already, else "
+             "the one at path. Raises UsageError where there is none that can be used.");
   py::module_::import("atexit").attr("register")(
       py::cpp_function(&stop_nccl, py::call_guard<py::gil_scoped_release>()));
 }

@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/device_runtime.h"
 #include "bindings.h"
+#include "transport/nccl_api.h"
 
 namespace py = pybind11;
 
@@ -71,6 +72,7 @@ void load_device(const std::string& path) {
   tell_freed = find<Freed>(library, "pydist_emulated_freed");
   // Leaked: storages keep pointers to it.
   c10::SetCPUAllocator(new TellingAllocator(c10::GetCPUAllocator()), 0);
+  nccl::use_library(path);
   set_device_runtime(find<DeviceRuntime* (*)()>(library, "pydist_emulated_device")());
 }
 

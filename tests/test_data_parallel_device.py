@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import pydist
@@ -445,6 +446,25 @@ def buffers_of_the_first_rank(rank: int, size: int) -> None:
 
 def test_buffers_follow_the_first_rank() -> None:
     emulated_pool(2).run(buffers_of_the_first_rank)
+
+
+def train_without_a_cpu_backend(rank: int, size: int) -> str:
+    """As with backend="nccl", which takes no tensors of the CPU."""
+    group = dist.new_group(backend="cuda:gloo")
+    torch.manual_seed(1)
+    model = DataParallel(make_mlp(), process_group=group)
+    for step in range(2):
+        model.zero_grad()
+        output_loss(model, rank, step).backward()
+        assert_same_on_all_ranks(gradients(model))
+    pydist.check_replicas(model, buffers=True)
+    return str(model._engine.transport)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_group_that_takes_no_tensors_of_the_cpu(transport: str) -> None:
+    pool = emulated_pool(2, PYDIST_TRANSPORT=transport)
+    assert pool.run(train_without_a_cpu_backend) == [transport] * 2
 
 
 def sparse_is_refused(rank: int, size: int) -> str:

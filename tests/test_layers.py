@@ -20,6 +20,7 @@ PURE_IN_OTHER_LAYERS = [
     "bucket/copy_tiles",
     "bucket/device_pack",
     "bucket/layout",
+    "bucket/pack",
     "bucket/round",
     "bucket/round_stats",
     "bucket/shared_round",

@@ -85,6 +85,11 @@ bool NcclCalls::is_done(uint64_t mark) {
   return mark <= last_mark_ - count_;
 }
 
+bool NcclCalls::is_known_done(uint64_t mark) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return mark <= last_mark_ - count_;
+}
+
 const NcclCalls::Entry* NcclCalls::oldest_call() const {
   for (size_t i = 0; i < count_; ++i) {
     const Entry& entry = entries_[(first_ + i) % entries_.size()];

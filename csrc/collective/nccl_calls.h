@@ -24,6 +24,7 @@ class NcclCalls {
   // Marks what is enqueued so far, calls or not. Marks grow.
   uint64_t mark();
   bool is_done(uint64_t mark);
+  bool is_known_done(uint64_t mark) const;  // without asking the device
 
   struct Call {
     uint64_t number = 0;  // 1 for the first

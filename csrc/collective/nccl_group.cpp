@@ -198,14 +198,21 @@ void NcclGroup::before(Stream other) {
 uint64_t NcclGroup::mark() {
   watch_->check();
   const DeviceGuard guard(options_.device);
+  if (is_capturing()) return on_device_->calls.last_mark();
   on_device_->memory.sweep();
-  if (device_runtime()->is_capturing(stream())) return on_device_->calls.last_mark();
   return on_device_->calls.mark();
 }
 
 bool NcclGroup::is_done(uint64_t mark) {
   const DeviceGuard guard(options_.device);
-  return on_device_->calls.is_done(mark);
+  NcclCalls& calls = on_device_->calls;
+  return is_capturing() ? calls.is_known_done(mark) : calls.is_done(mark);
+}
+
+// The current stream too: this thread may then ask nothing of the device.
+bool NcclGroup::is_capturing() const {
+  DeviceRuntime& runtime = *device_runtime();
+  return runtime.is_capturing(stream()) || runtime.is_capturing(runtime.current_stream());
 }
 
 void NcclGroup::wait(uint64_t mark) {

@@ -73,6 +73,7 @@ class NcclGroup final : public NcclCommunicator, public std::enable_shared_from_
   };
 
   const nccl::Api& api() const { return watch_->handle().api(); }
+  bool is_capturing() const;
   void meet();
   void connect();
   template <class Call>

@@ -40,8 +40,7 @@ void NcclMemory::agree() {
 
 NcclMemory::Block NcclMemory::allocate(size_t nbytes) {
   DeviceRuntime& runtime = *device_runtime();
-  PYDIST_CHECK(!runtime.is_capturing(stream_) && !runtime.is_capturing(runtime.current_stream()),
-               UsageError,
+  PYDIST_CHECK(!is_capturing(), UsageError,
                "memory for communication is needed while a graph is captured: run the "
                "step a few times before capturing it, with the same sizes");
   Block block;
@@ -81,20 +80,22 @@ void NcclMemory::release(const Block& block) noexcept {
     const DeviceGuard guard(watch_.options().device);
     Released released;
     released.block = block;
-    released.caller = device_runtime()->current_stream();
     const std::lock_guard<std::mutex> lock(mutex_);
     released_.push_back(std::move(released));
-    is_past(released_.back(), stream_);  // records, unless a graph is captured
-  } catch (...) {                        // the device has failed: nothing can be freed any more
+    if (!is_capturing()) is_past(released_.back());  // records
+  } catch (...) {  // the device has failed: nothing can be freed any more
   }
 }
 
-bool NcclMemory::is_past(Released& released, Stream stream) {
+bool NcclMemory::is_capturing() const {
+  DeviceRuntime& runtime = *device_runtime();
+  return runtime.is_capturing(stream_) || runtime.is_capturing(runtime.current_stream());
+}
+
+bool NcclMemory::is_past(Released& released) {
   if (!released.is_recorded) {
-    DeviceRuntime& runtime = *device_runtime();
-    if (runtime.is_capturing(stream) || runtime.is_capturing(released.caller)) return false;
-    released.here.record(stream);
-    released.there.record(released.caller);
+    released.here.record(stream_);
+    released.there.record(device_runtime()->current_stream());
     released.is_recorded = true;
   }
   return released.here.is_complete() && released.there.is_complete();
@@ -102,8 +103,9 @@ bool NcclMemory::is_past(Released& released, Stream stream) {
 
 bool NcclMemory::sweep() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (released_.empty() || is_capturing()) return released_.empty();
   for (size_t i = released_.size(); i-- > 0;) {
-    if (!is_past(released_[i], stream_)) continue;
+    if (!is_past(released_[i])) continue;
     free(released_[i].block);
     std::swap(released_[i], released_.back());
     released_.pop_back();

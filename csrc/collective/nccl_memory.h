@@ -28,7 +28,7 @@ class NcclMemory {
   Block allocate(size_t nbytes);
   // Frees the block when what is enqueued now, here and on the caller's current stream, is done.
   void release(const Block& block) noexcept;
-  // Frees what can be freed by now. True if nothing is left.
+  // Frees what can be freed by now; nothing while a graph is captured. True if nothing is left.
   bool sweep();
 
  private:
@@ -37,11 +37,11 @@ class NcclMemory {
     bool is_recorded = false;  // events cannot be recorded while a graph is captured
     OwnedEvent here = {};
     OwnedEvent there = {};
-    Stream caller = nullptr;
   };
   bool agree_on(bool mine, const char* what);
   Block allocate_registered(size_t nbytes);
-  static bool is_past(Released& released, Stream stream);
+  bool is_capturing() const;
+  bool is_past(Released& released);
   void free(const Block& block);
 
   NcclWatch& watch_;

@@ -15,11 +15,15 @@ std::string seconds(double s) {
 }
 
 std::string whereabouts(const Sign& sign) {
-  if (sign.num_enqueued == 0) return "it has made no call yet";
+  if (sign.num_enqueued == 0) {
+    return sign.has_left ? "it has ended its communicator" : "it has made no call yet";
+  }
   if (sign.is_under_way) {
     return concat("it is at call ", sign.at, ", ", sign.text, ", for ", seconds(sign.for_s));
   }
-  return concat("its last was call ", sign.at, ", ", sign.text, ", ", seconds(sign.for_s), " ago");
+  return concat(
+      sign.has_left ? "it has ended its communicator; its last was call " : "its last was call ",
+      sign.at, ", ", sign.text, ", ", seconds(sign.for_s), " ago");
 }
 
 // What is to say of one rank, as a clause; empty where it is no worse off than the one that waits.
@@ -44,8 +48,8 @@ std::string blame(const RankState& rank, const Sign& mine, bool is_first) {
 }  // namespace
 
 std::string Sign::encode() const {
-  return concat(num_enqueued, " ", num_complete, " ", is_under_way ? 1 : 0, " ", at, " ", for_s,
-                "\n", text);
+  return concat(num_enqueued, " ", num_complete, " ", is_under_way ? 1 : 0, " ", has_left ? 1 : 0,
+                " ", at, " ", for_s, "\n", text);
 }
 
 Sign Sign::decode(const std::string& encoded) {
@@ -53,7 +57,10 @@ Sign Sign::decode(const std::string& encoded) {
   const size_t line = encoded.find('\n');
   std::istringstream numbers(encoded.substr(0, line));
   int is_under_way = 0;
-  numbers >> sign.num_enqueued >> sign.num_complete >> is_under_way >> sign.at >> sign.for_s;
+  int has_left = 0;
+  numbers >> sign.num_enqueued >> sign.num_complete >> is_under_way >> has_left >> sign.at >>
+      sign.for_s;
+  sign.has_left = has_left != 0;
   sign.is_under_way = is_under_way != 0;
   if (line != std::string::npos) sign.text = encoded.substr(line + 1);
   return sign;

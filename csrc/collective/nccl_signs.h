@@ -15,6 +15,7 @@ struct Sign {
   uint64_t num_complete = 0;
   // The oldest call under way, else the last one, and for how long.
   bool is_under_way = false;
+  bool has_left = false;  // its communicator is no more
   uint64_t at = 0;
   double for_s = 0;
   std::string text = {};  // "all-reducing bucket 3 of DataParallel(GPT)"

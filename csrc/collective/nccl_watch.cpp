@@ -115,8 +115,17 @@ void NcclWatch::await(const std::function<bool()>& is_done, useconds_t sleep_us,
   }
 }
 
+// A sign stays behind, for those who wait for a call that will not come.
 void NcclWatch::close() noexcept {
   const std::lock_guard<std::mutex> lock(look_mutex_);
+  if (!has_failed() && options_.size > 1) {
+    try {
+      Sign last = sign();
+      last.has_left = true;
+      meeting_.give(last);
+    } catch (const std::exception&) {  // the Store or the device is gone
+    }
+  }
   calls_.store(nullptr);
   is_closed_ = true;
 }
@@ -199,8 +208,8 @@ void NcclWatch::heed(const NcclMeeting::News& news, double waited_s) {
   }
   if (!news.failure) return;
   NcclFailure failure = *news.failure;
-  const bool timed_out =
-      failure.kind == NcclFailure::Kind::kTimeout && waited_s > kToldShare * options_.timeout_s;
+  const bool timed_out = failure.kind == NcclFailure::Kind::kTimeout &&
+                         (is_urgent_.load() || waited_s > kToldShare * options_.timeout_s);
   failure.kind = timed_out ? NcclFailure::Kind::kTimeout : NcclFailure::Kind::kPeer;
   fail(failure);
 }

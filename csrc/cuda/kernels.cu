@@ -10,7 +10,7 @@
 
 namespace pydist {
 
-namespace {
+namespace device {
 
 constexpr int kBlocksPerProcessor = 2;
 
@@ -40,6 +40,10 @@ __global__ __launch_bounds__(kKernelThreads, kBlocksPerProcessor) void reduce(
   reduce_on_device<From, To>(arguments);
 }
 
+}  // namespace device
+
+namespace {
+
 template <int... kPair>
 const void* find_reduce(const std::string& name, std::integer_sequence<int, kPair...>) {
   const void* found = nullptr;
@@ -48,7 +52,7 @@ const void* find_reduce(const std::string& name, std::integer_sequence<int, kPai
   };
   (look(kReduceSegmentsNames[kPair],
         reinterpret_cast<const void*>(
-            &reduce<ElementAt<kPair / kNumElements>, ElementAt<kPair % kNumElements>>)),
+            &device::reduce<ElementAt<kPair / kNumElements>, ElementAt<kPair % kNumElements>>)),
    ...);
   return found;
 }
@@ -56,9 +60,9 @@ const void* find_reduce(const std::string& name, std::integer_sequence<int, kPai
 }  // namespace
 
 const void* find_device_function(const std::string& name) {
-  if (name == kCopyManyName) return reinterpret_cast<const void*>(&copy_many<false>);
-  if (name == kCopyManyInspectName) return reinterpret_cast<const void*>(&copy_many<true>);
-  if (name == kSumPartialsName) return reinterpret_cast<const void*>(&sum_partials);
+  if (name == kCopyManyName) return reinterpret_cast<const void*>(&device::copy_many<false>);
+  if (name == kCopyManyInspectName) return reinterpret_cast<const void*>(&device::copy_many<true>);
+  if (name == kSumPartialsName) return reinterpret_cast<const void*>(&device::sum_partials);
   return find_reduce(name, std::make_integer_sequence<int, kNumElements * kNumElements>());
 }
 

@@ -47,6 +47,11 @@ void expect(const RankState& other, const std::string& end) {
 void test_each_reason() {
   expect({"rank 1", idle_after(117, "all-reducing bucket 2")},
          ", which rank 1 has not made: its last was call 117, all-reducing bucket 2, 2.3 s ago");
+  Sign left = idle_after(117, "all-reducing bucket 2");
+  left.has_left = true;
+  expect({"rank 1", left},
+         ", which rank 1 has not made: it has ended its communicator; its last was call 117, "
+         "all-reducing bucket 2, 2.3 s ago");
   expect({"rank 1", under_way(116, 117, "all-reducing bucket 1")},
          ", which rank 1 has not made: it is at call 116, all-reducing bucket 1, for 31 s");
   expect({"rank 1", Sign{}}, ", which rank 1 has not made: it has made no call yet");
@@ -77,6 +82,8 @@ void test_a_sign_survives_the_store() {
   const Sign read = Sign::decode(sign.encode());
   CHECK(read.num_enqueued == 120 && read.num_complete == 117 && read.is_under_way);
   CHECK(read.at == 118 && read.text == "sending two\nlines" && read.for_s == sign.for_s);
+  sign.has_left = true;
+  CHECK(!read.has_left && Sign::decode(sign.encode()).has_left);
   CHECK(!Sign::decode(idle_after(3, "").encode()).is_under_way);
   CHECK(Sign::decode("").num_enqueued == 0);
 }

@@ -26,7 +26,7 @@ CPU_TESTS = [
     "test_cuda_build.py",
     "test_collectives.py",
     "test_data_parallel_gradients.py",
-    "test_pipeline_messages.py",
+    "test_pipeline_hand_over.py",
 ]
 IMPORT = """
 import torch, pydist
@@ -92,6 +92,14 @@ def compare_nccl() -> str:
     return "the engine and the emulated library declare what nccl.h does"
 
 
+def inspect_kernels() -> str:
+    (library,) = (SITE_PACKAGES / "pydist").glob("_cuda*.so")
+    script = Path(__file__).with_name("inspect_kernels.py")
+    table = run(sys.executable, script, library)
+    print(table.rstrip())
+    return last_line(table)
+
+
 def test_on_cpu() -> str:
     tests = [TESTS / name for name in CPU_TESTS]
     # Not `python -m pytest`, which would put the current folder on the path.
@@ -104,6 +112,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "build": build,
     "import": load,
     "NCCL's header": compare_nccl,
+    "machine code": inspect_kernels,
     "tests on the CPU": test_on_cpu,
 }
 

@@ -112,7 +112,8 @@ Call call_of(const CommPointer& comm, const std::vector<NcclCall>& calls) {
   call.what = calls.front().what;
   if (calls.size() > 1) call.what = concat("a group of ", calls.size(), " from ", call.what, " on");
   call.visit = [comm, calls](const VisitAccess& visit) {
-    visit(Access::kWrite, comm.get(), 1);  // its calls must be ordered
+    // Its calls must be ordered. Not at its own address, where a tensor may have been before.
+    visit(Access::kWrite, reinterpret_cast<const void*>(uintptr_t{1} + comm->number), 1);
     for (const NcclCall& each : calls) visit_call(*comm, each, visit);
   };
   call.begin = [comm, calls]() -> Step {

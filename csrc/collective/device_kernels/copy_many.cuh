@@ -24,7 +24,7 @@ struct Inspection {
 template <class Unit>
 __host__ __device__ __forceinline__ void copy_units(const CopyTile& tile, int64_t begin,
                                                     int64_t end, int lane) {
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = 4;
   const auto* source = static_cast<const char*>(tile.source);
   auto* target = static_cast<char*>(tile.target);
   const int count = static_cast<int>((end - begin) / static_cast<int64_t>(sizeof(Unit)));
@@ -212,13 +212,11 @@ __host__ __device__ __forceinline__ int tile_type_nbytes(TileType type) {
 template <bool kInspects>
 __host__ __device__ __forceinline__ void copy_tile(const CopyTile& tile, double scale, int lane,
                                                    Inspection& inspection) {
-  assume_global(tile.target);
   if (tile.source == nullptr || tile.to == TileType::kBytes ||
       (!kInspects && scale == 1 && tile.from == tile.to)) {
     const int64_t nbytes = static_cast<int64_t>(tile.num_elements) * tile_type_nbytes(tile.to);
     return copy_bytes(tile, nbytes, lane);
   }
-  assume_global(tile.source);
   switch (tile.from) {
     case TileType::kFloat16:
       return convert_tile_from<Float16, kInspects>(tile, scale, lane, inspection);

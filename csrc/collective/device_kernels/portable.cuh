@@ -29,21 +29,18 @@ struct alignas(kVectorNbytes) Vector16 {
   uint32_t words[4];
 };
 
-// Tells the compiler that a pointer that was itself loaded from memory is of the device's memory:
-// it would generate slower, generic accesses else.
-__host__ __device__ __forceinline__ void assume_global(const void* pointer) {
-#if defined(__CUDA_ARCH__)
-  __builtin_assume(__isGlobal(pointer));
-#else
-  (void)pointer;
-#endif
-}
-
-// T is as wide as an access, and the pointer is aligned to it.
+// T is as wide as an access, and the pointer is aligned to it. On the device these are accesses of
+// its memory, whatever the compiler knows of the pointer (one that was itself loaded would else
+// give generic ones, and a struct four narrow ones); what is read is not expected to be read again.
 template <class T>
 __host__ __device__ __forceinline__ T load_aligned(const void* from) {
 #if defined(__CUDA_ARCH__)
-  return *static_cast<const T*>(from);
+  if constexpr (sizeof(T) == kVectorNbytes) {
+    const uint4 words = __ldcs(static_cast<const uint4*>(from));
+    return {{words.x, words.y, words.z, words.w}};
+  } else {
+    return __ldca(static_cast<const T*>(from));
+  }
 #else
   T value;
   std::memcpy(&value, from, sizeof(value));
@@ -54,7 +51,12 @@ __host__ __device__ __forceinline__ T load_aligned(const void* from) {
 template <class T>
 __host__ __device__ __forceinline__ void store_aligned(void* to, T value) {
 #if defined(__CUDA_ARCH__)
-  *static_cast<T*>(to) = value;
+  if constexpr (sizeof(T) == kVectorNbytes) {
+    const auto& words = value.words;
+    __stwb(static_cast<uint4*>(to), make_uint4(words[0], words[1], words[2], words[3]));
+  } else {
+    __stwb(static_cast<T*>(to), value);
+  }
 #else
   std::memcpy(to, &value, sizeof(value));
 #endif
