@@ -29,6 +29,13 @@ SECTIONS = (
 )
 
 
+# What torch does on the CPU is in no graph.
+NEED_A_GPU = (
+    "gradients: a step captured in a graph",
+    "gradients and loss: a step captured in a graph",
+)
+
+
 def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(FOLDER / "run.sh"), *arguments],
@@ -61,7 +68,8 @@ def test_every_section_passes(emulated: Emulated, section: str) -> None:
     checks = [c for c in gpu.checks(emulated.record) if c.parameters["section"] == section]
     assert checks, "nothing was checked"
     for case in checks:
-        assert case.facts["outcome"] == "passed", f"{case.name}: {case.facts['detail']}"
+        expected = "skipped" if case.name in NEED_A_GPU else "passed"
+        assert case.facts["outcome"] == expected, f"{case.name}: {case.facts['detail']}"
         assert f"| {case.name} |" in emulated.output
 
 
@@ -134,7 +142,7 @@ import json, pathlib
 from place import Place
 from sections import Section, run_section
 folder = pathlib.Path({str(tmp_path)!r})
-cases = run_section(Section("ending", 5), Place(True), 5, folder, None)
+cases = run_section(Section("ending", 5, enters=False), Place(True), 5, folder, None)
 print(json.dumps([[case.name, case.facts["outcome"], case.facts["detail"]] for case in cases]))
 """
     run = subprocess.run(
@@ -144,7 +152,11 @@ print(json.dumps([[case.name, case.facts["outcome"], case.facts["detail"]] for c
     before, after = json.loads(run.stdout)
     assert before == ["before", "passed", ""]
     assert after[:2] == ["the whole section", "failed"]
-    expected = {"hangs": "not done after its limit of 5 s", "dies": "status -6", "raises": "status 1"}
+    expected = {
+        "hangs": "not done after its limit of 5 s",
+        "dies": "status -6",
+        "raises": "status 1",
+    }
     assert expected[ending] in after[2]
 
 

@@ -57,6 +57,9 @@ def main() -> int:
         "--plant", metavar="CHECK", help="change one element of what this check finds: it must fail"
     )
     options = parser.parse_args()
+    # All ranks are on this machine, whose name may be unknown where there is no network.
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, "lo")
     with tempfile.TemporaryDirectory(prefix="pydist-gpu-") as temporary:
         folder = options.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
