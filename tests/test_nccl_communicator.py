@@ -350,8 +350,9 @@ kept: list[Any] = []
 
 def leave_alive(rank: int, size: int, name: str) -> None:
     comm = make(name, rank, size)
+    tensor = torch.ones(4)
     with in_order(comm):
-        comm.all_reduce(torch.ones(4), SUM, "x")
+        comm.all_reduce(tensor, SUM, "x")
     kept.extend([comm, comm.allocate(100)])
 
 
