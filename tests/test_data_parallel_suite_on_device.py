@@ -23,11 +23,14 @@ MODULES = [
     "gradients",
     "hooks",
     "join",
-    "mixed_precision",
-    "modules",
     "no_sync",
     "unused",
 ]
+# What is otherwise on a device.
+ELSEWHERE = {
+    "a_hook_that_raises_on_one_rank_is_named_on_all",  # by the step after: nobody waits
+    "sparse_gradients_too",  # refused
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +54,8 @@ def _tests() -> Iterator[tuple[str, Any]]:
     for module in MODULES:
         for name, value in vars(importlib.import_module(f"test_data_parallel_{module}")).items():
             arguments = getattr(getattr(value, "__code__", None), "co_varnames", ())
+            if name.removeprefix("test_") in ELSEWHERE:
+                continue
             if name.startswith("test_") and "transport" in arguments:
                 yield f"test_{module}__{name.removeprefix('test_')}", value
 
