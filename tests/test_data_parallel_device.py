@@ -455,6 +455,29 @@ def test_what_needs_the_host_is_refused_under_capture() -> None:
     pool.discard()
 
 
+def train_compiled(rank: int, size: int, inside: bool) -> None:
+    """The module is compiled, or the wrapper."""
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    module = make_mlp()
+    expected = OneProcess(module, size)
+    if inside:
+        module.compile(backend="aot_eager")
+    model = DataParallel(module, bucket_cap_mb=SMALL_BUCKETS)
+    called = model if inside else torch.compile(model, backend="aot_eager")
+    for step in range(3):
+        model.zero_grad()
+        expected.zero_grad()
+        output_loss(called, rank, step).backward()
+        expected.backward(output_loss, step)
+        assert_reduced(model, expected)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_compiled_module(inside: bool) -> None:
+    emulated_pool(2).run(train_compiled, inside, timeout_s=300)
+
+
 def buffers_of_the_first_rank(rank: int, size: int) -> None:
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))

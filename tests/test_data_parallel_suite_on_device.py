@@ -15,6 +15,7 @@ from emulated import LIBRARY, EmulatedPool, emulated_pool, library
 
 MODULES = [
     "aliasing",
+    "audit",
     "buffers",
     "changes",
     "checkpoint",
