@@ -1,5 +1,7 @@
 #include "collective/cost_measurement.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -22,6 +24,7 @@ constexpr double kLongest_s = 1e-3;
 // is the one least disturbed.
 constexpr int kNumBatches = 2;
 constexpr int kCallsPerBatch = 3;
+constexpr useconds_t kSleep_us = 50;
 
 constexpr size_t kNumAlgorithms = CostModel::kAlgorithms.size();
 using Times = std::array<double, kNumAlgorithms>;
@@ -78,7 +81,10 @@ class Measurement {
     runtime.copy(mine, pinned.get(), sizeof(Times), communicator_->stream());
     communicator_->all_gather(mine, device.get(), kNumAlgorithms, DType::kFloat64, what_);
     runtime.copy(pinned.get(), device.get(), nbytes, communicator_->stream());
+    OwnedEvent received;
+    received.record(communicator_->stream());
     communicator_->wait(communicator_->mark());
+    while (!received.is_complete()) ::usleep(kSleep_us);  // it was recorded before
     Times longest = {};
     for (int rank = 0; rank < size; ++rank) {
       Times theirs;
