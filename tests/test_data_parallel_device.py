@@ -441,10 +441,8 @@ def capture_with_unused(rank: int, size: int) -> str:
         model(draw(rank, index, 4, 10))[0].sum().backward()
 
     step(0)
-    text = ""
     with Graph().capture():
-        text = str(expect_error(pydist.UsageError, lambda: step(1)))
-    return text
+        return str(expect_error(pydist.UsageError, lambda: step(1)))
 
 
 def test_what_needs_the_host_is_refused_under_capture() -> None:

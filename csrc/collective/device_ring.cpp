@@ -19,8 +19,7 @@ class DeviceRing::Transport {
         next_((ring.communicator_->rank() + 1) % plan.size()),
         previous_((ring.communicator_->rank() + plan.size() - 1) % plan.size()) {
     const size_t places_nbytes = plan.segments_in_flight() * segments_.part_nbytes();
-    places_ =
-        ring.scratch_.reserve(places_nbytes + (delivers() ? segments_.nbytes() : 0));
+    places_ = ring.scratch_.reserve(places_nbytes + (delivers() ? segments_.nbytes() : 0));
     apart_ = places_ + places_nbytes;
     travelling_ = segments_.travelling(apart_);
   }
