@@ -17,7 +17,7 @@ sys.path.append(str(ROOT))  # last: an installed pydist goes before the source t
 from bench import command_line, gpu, render  # noqa: E402  (found through the line above)
 from bench.record import Record, load  # noqa: E402
 
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 SECTIONS = (
     "kernels",
     "communicator",
