@@ -23,6 +23,8 @@ MODULES = [
     "gradients",
     "hooks",
     "join",
+    "mixed_precision",
+    "modules",
     "no_sync",
     "unused",
 ]
