@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pydist
-from emulated import call, call_for, emulated_pool, make_torch_stream
+from emulated import Graph, call, call_for, emulated_pool, make_torch_stream
 from models import TwoHeads, mlp, wavy_loss
 from pydist import DataParallel
 from ranks import get_pool
@@ -402,6 +402,57 @@ def test_a_rank_that_raises_in_backward() -> None:
     assert "minus one" in texts[0]
     assert "rank 0" in texts[1]
     assert "raised in backward" in texts[1]
+
+
+def capture(rank: int, size: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    module = make_mlp()
+    model = DataParallel(module, bucket_cap_mb=SMALL_BUCKETS, **options)
+    for step in range(2):
+        model.zero_grad(set_to_none=False)
+        output_loss(model, rank, step).backward()
+    graph = Graph()
+    model.zero_grad(set_to_none=False)
+    with graph.capture():
+        output_loss(model, rank, 2).backward()
+    # The emulation captures our work, not torch's: a launch reduces what `.grad` are by now.
+    for step in range(3):
+        with torch.no_grad():
+            for index, parameter in enumerate(module.parameters()):
+                assert parameter.grad is not None
+                parameter.grad.fill_(rank + index + step)
+        graph.replay()
+        for index, parameter in enumerate(module.parameters()):
+            assert parameter.grad is not None
+            assert (parameter.grad == (size - 1) / 2 + index + step).all()
+    step_of_both(model, OneProcess(module, size), rank, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+def test_a_captured_step_is_replayed(options: dict[str, Any]) -> None:
+    emulated_pool(2).run(capture, options)
+
+
+def capture_with_unused(rank: int, size: int) -> str:
+    model = DataParallel(TwoHeads(), find_unused_parameters=True)
+
+    def step(index: int) -> None:
+        model.zero_grad()
+        model(draw(rank, index, 4, 10))[0].sum().backward()
+
+    step(0)
+    text = ""
+    with Graph().capture():
+        text = str(expect_error(pydist.UsageError, lambda: step(1)))
+    return text
+
+
+def test_what_needs_the_host_is_refused_under_capture() -> None:
+    pool = emulated_pool(2)
+    for text in pool.run(capture_with_unused):
+        assert "head_b.weight was not used" in text
+        assert "cannot be captured in a CUDA graph" in text
+    pool.discard()
 
 
 def buffers_of_the_first_rank(rank: int, size: int) -> None:

@@ -20,7 +20,7 @@ class DeviceRing::Transport {
         previous_((ring.communicator_->rank() + plan.size() - 1) % plan.size()) {
     const size_t places_nbytes = plan.segments_in_flight() * segments_.part_nbytes();
     places_ =
-        ring.scratch_.reserve(places_nbytes + (delivers() ? segments_.nbytes() : 0), task.what);
+        ring.scratch_.reserve(places_nbytes + (delivers() ? segments_.nbytes() : 0));
     apart_ = places_ + places_nbytes;
     travelling_ = segments_.travelling(apart_);
   }

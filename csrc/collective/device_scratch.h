@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "collective/nccl_communicator.h"
@@ -16,9 +15,9 @@ class DeviceScratch {
 
   // At least so many bytes, aligned to 512, with whatever was left there; the next call may give
   // the same. Where it has to grow, it doubles. Nothing is freed before the end: a captured graph
-  // may go on using it. So at most four times the largest demand is held. Collective, with the same
-  // sizes on all ranks. Raises UsageError where it would have to grow while a graph is captured.
-  uint8_t* reserve(size_t nbytes, const std::string& what);
+  // may go on using it. So at most four times the largest demand is held. It is this rank's own, so
+  // that nobody is waited for: a mean may begin in a backward that others answer from elsewhere.
+  uint8_t* reserve(size_t nbytes);
 
  private:
   std::shared_ptr<NcclCommunicator> communicator_;

@@ -29,7 +29,7 @@ void DeviceSlices::mean(const MeanTask& task) {
   if (size == 1 && task.scale == 1 && !slices.are_apart()) return;
   const size_t received_nbytes = size > 1 ? slices.nbytes() : 0;
   uint8_t* scratch =
-      scratch_.reserve(received_nbytes + (slices.are_apart() ? slices.nbytes() : 0), task.what);
+      scratch_.reserve(received_nbytes + (slices.are_apart() ? slices.nbytes() : 0));
   uint8_t* apart = scratch + received_nbytes;
   uint8_t* travelling = slices.travelling(apart);
   slices.encode(apart, communicator_->stream());

@@ -61,6 +61,9 @@ class NcclCommunicator {
   // graph is captured.
   virtual std::shared_ptr<void> allocate(size_t nbytes) = 0;
   virtual bool is_registering() const = 0;
+  // Memory of this rank alone, with whatever is there, for what works within stream(); freed
+  // likewise. Not collective, and at any time, also while a graph is captured.
+  virtual std::shared_ptr<void> allocate_scratch(size_t nbytes) = 0;
 
   virtual void after(Stream stream) = 0;
   virtual void before(Stream stream) = 0;

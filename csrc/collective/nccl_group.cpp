@@ -231,13 +231,22 @@ std::shared_ptr<void> NcclGroup::allocate(size_t nbytes) {
   watch_->check();
   const DeviceGuard guard(options_.device);
   on_device_->memory.sweep();
-  const NcclMemory::Block block = on_device_->memory.allocate(nbytes);
-  // Whoever has memory keeps the communicator.
-  std::shared_ptr<void> memory(block.data, [self = shared_from_this(), block](void*) {
-    if (!in_forked_child()) self->on_device_->memory.release(block);
-  });
+  std::shared_ptr<void> memory = own(on_device_->memory.allocate(nbytes));
   before(device_runtime()->current_stream());
   return memory;
+}
+
+std::shared_ptr<void> NcclGroup::allocate_scratch(size_t nbytes) {
+  watch_->check();
+  const DeviceGuard guard(options_.device);
+  return own(on_device_->memory.allocate_scratch(nbytes));
+}
+
+// Whoever has memory keeps the communicator.
+std::shared_ptr<void> NcclGroup::own(const NcclMemory::Block& block) {
+  return std::shared_ptr<void>(block.data, [self = shared_from_this(), block](void*) {
+    if (!in_forked_child()) self->on_device_->memory.release(block);
+  });
 }
 
 NcclCommunicator::Counters NcclGroup::counters() const {

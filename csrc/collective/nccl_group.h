@@ -27,6 +27,7 @@ class NcclGroup final : public NcclCommunicator, public std::enable_shared_from_
   Stream stream() const override { return on_device_->stream.get(); }
 
   std::shared_ptr<void> allocate(size_t nbytes) override;
+  std::shared_ptr<void> allocate_scratch(size_t nbytes) override;
   bool is_registering() const override { return on_device_->memory.is_registering(); }
 
   void after(Stream stream) override;
@@ -74,6 +75,7 @@ class NcclGroup final : public NcclCommunicator, public std::enable_shared_from_
 
   const nccl::Api& api() const { return watch_->handle().api(); }
   bool is_capturing() const;
+  std::shared_ptr<void> own(const NcclMemory::Block& block);
   void meet();
   void connect();
   template <class Call>

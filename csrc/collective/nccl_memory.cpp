@@ -45,8 +45,14 @@ NcclMemory::Block NcclMemory::allocate(size_t nbytes) {
                "step a few times before capturing it, with the same sizes");
   Block block;
   if (is_registering_) block = allocate_registered(rounded(nbytes));
-  if (block.data == nullptr) block.data = runtime.allocate(rounded(nbytes));
+  if (block.data == nullptr) block = allocate_scratch(nbytes);
   runtime.fill_zero(block.data, rounded(nbytes), stream_);
+  return block;
+}
+
+NcclMemory::Block NcclMemory::allocate_scratch(size_t nbytes) {
+  Block block;
+  block.data = device_runtime()->allocate(rounded(nbytes));
   return block;
 }
 
