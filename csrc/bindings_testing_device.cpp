@@ -23,15 +23,21 @@ using Freed = void (*)(void* data, size_t nbytes, Stream stream);
 Allocated tell_allocated = nullptr;
 Freed tell_freed = nullptr;
 
-// A tensor's memory, which is the device's there. The stream is the current one at allocation.
+// A tensor's memory, which is the device's there. The stream is the current one at allocation. What
+// is made while that captures a graph is the graph's for good, as in CUDA a private pool's.
 struct Block {
   c10::DataPtr data;
   size_t nbytes;
   Stream stream = nullptr;
+  bool is_captured = false;
 
   Block(c10::DataPtr memory, size_t size) : data(std::move(memory)), nbytes(size) {}
   ~Block() {
-    if (data.get() != nullptr) tell_freed(data.get(), nbytes, stream);
+    if (data.get() == nullptr) return;
+    if (!is_captured || device_runtime()->is_capturing(stream)) {
+      tell_freed(data.get(), nbytes, stream);
+    }
+    if (is_captured) (void)data.release_context();
   }
 };
 
@@ -44,7 +50,11 @@ class TellingAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     auto block = std::make_unique<Block>(base_->allocate(nbytes), nbytes);
     void* data = block->data.get();
-    if (data != nullptr) tell_allocated(data, nbytes, &block->stream);
+    if (data != nullptr) {
+      tell_allocated(data, nbytes, &block->stream);
+      block->is_captured =
+          device_runtime() != nullptr && device_runtime()->is_capturing(block->stream);
+    }
     const c10::Device device = block->data.device();
     return {data, block.release(), [](void* b) { delete static_cast<Block*>(b); }, device};
   }
