@@ -23,10 +23,12 @@ using Freed = void (*)(void* data, size_t nbytes, Stream stream);
 Allocated tell_allocated = nullptr;
 Freed tell_freed = nullptr;
 
-// What tensors' memory is known by. The stream is the current one at allocation.
+// What tensors' memory is known by. The stream is the current one at allocation. What is made while
+// that captures a graph is the graph's for good, as in CUDA a private pool's.
 struct Block {
-  size_t nbytes;
+  size_t nbytes = 0;
   Stream stream = nullptr;
+  bool is_captured = false;
 };
 
 // Tells the device of the memory that tensors get and give back, as CUDA's caching allocator would
@@ -44,6 +46,7 @@ class TellingAllocator final : public c10::Allocator {
     if (data == nullptr) return memory;
     Block block{nbytes};
     tell_allocated(data, nbytes, &block.stream);
+    block.is_captured = device_runtime() != nullptr && device_runtime()->is_capturing(block.stream);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       blocks_[data] = block;
@@ -59,20 +62,23 @@ class TellingAllocator final : public c10::Allocator {
  private:
   static void deallocate(void* data) {
     if (data == nullptr) return;
-    instance_->forget(data);
-    instance_->free_(data);
+    if (instance_->forget(data)) instance_->free_(data);
   }
 
-  void forget(void* data) {
+  // False where the memory stays a graph's.
+  bool forget(void* data) {
     Block block;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       const auto found = blocks_.find(data);
-      if (found == blocks_.end()) return;  // older than the device
+      if (found == blocks_.end()) return true;  // older than the device
       block = found->second;
       blocks_.erase(found);
     }
-    tell_freed(data, block.nbytes, block.stream);
+    if (!block.is_captured || device_runtime()->is_capturing(block.stream)) {
+      tell_freed(data, block.nbytes, block.stream);
+    }
+    return !block.is_captured;
   }
 
   static TellingAllocator* instance_;
