@@ -233,11 +233,18 @@ void bind_nccl(py::module_& module) {
            "Zeroed memory that peers may reach directly, as bytes.")
       .def(
           "after_current_stream",
-          [](NcclCommunicator& self) { self.after(device_runtime()->current_stream()); }, NoGil(),
-          "Calls from now on come after what is enqueued on the current stream.")
+          [](NcclCommunicator& self) {
+            const DeviceGuard guard(self.device());
+            self.after(device_runtime()->current_stream());
+          },
+          NoGil(), "Calls from now on come after what is enqueued on the current stream.")
       .def(
           "before_current_stream",
-          [](NcclCommunicator& self) { self.before(device_runtime()->current_stream()); }, NoGil(),
+          [](NcclCommunicator& self) {
+            const DeviceGuard guard(self.device());
+            self.before(device_runtime()->current_stream());
+          },
+          NoGil(),
           "What is enqueued on the current stream from now on comes after the calls so far.")
       .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op"), py::arg("what"),
            py::arg("divisor") = 0, NoGil(), "In place.")

@@ -3,9 +3,9 @@
 #include <c10/core/CPUAllocator.h>
 #include <dlfcn.h>
 
-#include <memory>
+#include <mutex>
 #include <string>
-#include <utility>
+#include <unordered_map>
 
 #include "base/check.h"
 #include "base/device_runtime.h"
@@ -23,38 +23,71 @@ using Freed = void (*)(void* data, size_t nbytes, Stream stream);
 Allocated tell_allocated = nullptr;
 Freed tell_freed = nullptr;
 
-// A tensor's memory, which is the device's there. The stream is the current one at allocation.
+// What tensors' memory is known by. The stream is the current one at allocation. What is made while
+// that captures a graph is the graph's for good, as in CUDA a private pool's.
 struct Block {
-  c10::DataPtr data;
-  size_t nbytes;
+  size_t nbytes = 0;
   Stream stream = nullptr;
-
-  Block(c10::DataPtr memory, size_t size) : data(std::move(memory)), nbytes(size) {}
-  ~Block() {
-    if (data.get() != nullptr) tell_freed(data.get(), nbytes, stream);
-  }
+  bool is_captured = false;
 };
 
 // Tells the device of the memory that tensors get and give back, as CUDA's caching allocator would
-// know it.
+// know it. A context is its data's pointer, as in the allocator below it: oneDNN allocates raw.
 class TellingAllocator final : public c10::Allocator {
  public:
-  explicit TellingAllocator(c10::Allocator* base) : base_(base) {}
+  explicit TellingAllocator(c10::Allocator* base) : base_(base), free_(base->raw_deleter()) {
+    PYDIST_CHECK(free_ != nullptr, UsageError, "the CPU's allocator has no raw interface");
+    instance_ = this;
+  }
 
   c10::DataPtr allocate(size_t nbytes) override {
-    auto block = std::make_unique<Block>(base_->allocate(nbytes), nbytes);
-    void* data = block->data.get();
-    if (data != nullptr) tell_allocated(data, nbytes, &block->stream);
-    const c10::Device device = block->data.device();
-    return {data, block.release(), [](void* b) { delete static_cast<Block*>(b); }, device};
+    c10::DataPtr memory = base_->allocate(nbytes);
+    void* data = memory.get();
+    if (data == nullptr) return memory;
+    Block block{nbytes};
+    tell_allocated(data, nbytes, &block.stream);
+    block.is_captured = device_runtime() != nullptr && device_runtime()->is_capturing(block.stream);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      blocks_[data] = block;
+    }
+    const c10::Device device = memory.device();
+    return {data, memory.release_context(), &TellingAllocator::deallocate, device};
   }
+  c10::DeleterFnPtr raw_deleter() const override { return &TellingAllocator::deallocate; }
   void copy_data(void* target, const void* source, std::size_t nbytes) const override {
     default_copy_data(target, source, nbytes);
   }
 
  private:
+  static void deallocate(void* data) {
+    if (data == nullptr) return;
+    if (instance_->forget(data)) instance_->free_(data);
+  }
+
+  // False where the memory stays a graph's.
+  bool forget(void* data) {
+    Block block;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = blocks_.find(data);
+      if (found == blocks_.end()) return true;  // older than the device
+      block = found->second;
+      blocks_.erase(found);
+    }
+    if (!block.is_captured || device_runtime()->is_capturing(block.stream)) {
+      tell_freed(data, block.nbytes, block.stream);
+    }
+    return !block.is_captured;
+  }
+
+  static TellingAllocator* instance_;
   c10::Allocator* base_;
+  c10::DeleterFnPtr free_;
+  std::mutex mutex_;
+  std::unordered_map<void*, Block> blocks_;
 };
+TellingAllocator* TellingAllocator::instance_ = nullptr;
 
 template <class Function>
 Function find(void* library, const char* name) {

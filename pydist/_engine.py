@@ -79,7 +79,7 @@ class Engine:
         self._host_group: dist.ProcessGroup | None = None  # its operations hold it weakly
         self.operations: Operations = self.communicator or self._group_operations(group)
         self._device_communicators: dict[int, _C.NcclCommunicator] = {}
-        self._equal_kinds: set[tuple[int, bytes]] = set()  # of tensors broadcast on devices
+        self._equal_kinds: set[tuple[object, ...]] = set()  # of tensors broadcast on devices
         self.transport = TRANSPORTS[0] if self.communicator is not None else TRANSPORTS[1]
         self._group = weakref.ref(group)
         self._retired: list[dist.ProcessGroup] = []
@@ -276,17 +276,18 @@ class Engine:
 
     def _check_equal_kinds(self, device: int, tensors: list[Tensor]) -> None:
         """Raises MismatchError where ranks differ; they ask each other when anything is new."""
-        kinds = str([(tuple(tensor.shape), tensor.dtype) for tensor in tensors]).encode()
-        if (device, kinds) in self._equal_kinds:
+        kinds = (device, *[(tensor.shape, tensor.dtype) for tensor in tensors])
+        if kinds in self._equal_kinds:
             return
-        for rank, theirs in enumerate(self.exchange_bytes(hashlib.sha256(kinds).digest())):
-            if theirs != hashlib.sha256(kinds).digest():
+        mine = hashlib.sha256(str(kinds).encode()).digest()
+        for rank, theirs in enumerate(self.exchange_bytes(mine)):
+            if theirs != mine:
                 raise MismatchError(
                     f"rank {self.global_ranks[self.rank]} and rank {self.global_ranks[rank]} have "
                     "parameters or buffers of different shapes or dtypes to make equal; build the "
                     "same module on every rank"
                 )
-        self._equal_kinds.add((device, kinds))
+        self._equal_kinds.add(kinds)
 
 
 def device_index(tensor: Tensor) -> int:

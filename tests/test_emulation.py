@@ -65,6 +65,22 @@ def test_a_stream_keeps_its_order_and_runs_late() -> None:
     assert in_one_rank(_a_stream_keeps_its_order) == [((0 * 2 + 1) * 3 + 1) * 5 + 1]
 
 
+def _the_host_waits(rank: int, size: int) -> None:
+    event = make_event()
+    record(event, make_stream())
+    set_option("hides_completion", 1)
+    for _ in range(100):  # it may look now and then
+        assert not is_complete(event)
+    with fault("the host waits for an event"):
+        until(lambda: is_complete(event))
+    set_option("hides_completion", 0)
+    until(lambda: is_complete(event))
+
+
+def test_a_host_that_waits_for_an_event_is_found() -> None:
+    in_one_rank(_the_host_waits)
+
+
 def _order_of_streams(rank: int, size: int) -> float:
     """A number that depends on the order in which six streams came, twice each."""
     set_option("max_delay_s", 0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import emulated
 from channels import activation, gradient, make_channel, receive_tensor, send_tensor, step
-from emulated import Graph, emulated_pool, run_on_device
+from emulated import emulated_pool, run_on_device
 from pipeline_reference import draw_batch, make_mlp, reference_step, sgd, train_both
 from pydist import PipelineParallel, schedule
 from pydist._C import Channel
@@ -329,23 +329,6 @@ def hybrid_of_four(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
 def test_two_pipelines_train_replicas(kind: str) -> None:
     emulated_pool(4).run(hybrid_of_four, kind)
-
-
-def captured_step(rank: int, world_size: int) -> None:
-    model = make_mlp(8)
-    pipeline = PipelineParallel(copy.deepcopy(model), 4, mse)
-    train_both(model, pipeline, mse, 4, num_steps=2)
-    x, target = draw_batch(7)
-    before = pipeline.evaluate(x, target=target)
-    graph = Graph()
-    with graph.capture():
-        pipeline.evaluate(x, target=target)
-    assert torch.equal(pipeline.evaluate(x, target=target), before)
-
-
-def test_a_step_joins_the_capture_of_a_graph() -> None:
-    """What links do meanwhile ends in the graph's own stream, and the next step outside works."""
-    emulated_pool(2).run(captured_step)
 
 
 # -- failures -----------------------------------------------------------------------------------

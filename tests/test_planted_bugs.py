@@ -20,7 +20,7 @@ from emulated import (
 )
 from models import mlp, wavy_loss
 from pydist import DataParallel
-from ranks import fresh_ranks
+from ranks import Outcome, fresh_ranks
 from reference import draw
 
 WIDTH = 64
@@ -43,8 +43,8 @@ def step(model: Any, rank: int, number: int) -> None:
     wavy_loss(model(draw(rank, number, 4, WIDTH))).backward()
 
 
-def find(rank: int, size: int, planted: Planted) -> None:
-    """Two steps, and two with the bug in rank 0's first of them."""
+def find(rank: int, size: int, planted: Planted) -> str:
+    """Two steps, and two with the bug in rank 0's first of them; what these raised."""
     torch.manual_seed(1)
     model = DataParallel(mlp(WIDTH, 3), algorithm=planted.algorithm, bucket_cap_mb=0.01)
     for number in range(2):
@@ -55,14 +55,16 @@ def find(rank: int, size: int, planted: Planted) -> None:
         set_option(name, value)
     if rank == 0 and planted.bug:
         plant(planted.bug, planted.nth)
+    raised = ""
     try:
         with WatchedTorch():
             for number in range(2, 4):
                 step(model, rank, number)
         synchronize()
-    except RuntimeError:
-        pass  # of the fault, or of the peer's
+    except RuntimeError as error:
+        raised = str(error)  # of the fault, or of the peer's
     take_faults()  # they are printed
+    return raised
 
 
 ORDER = "neither comes before the other"
@@ -82,19 +84,25 @@ BUGS = [
 ]
 
 
-def faults_of(planted: Planted) -> str:
-    """What the ranks have printed of faults; a fault may end a rank where nothing may throw."""
+def run(planted: Planted) -> list[Outcome]:
     environment = {LIBRARY: library()}
-    outcomes = fresh_ranks(2, run_on_device, find, (planted,), 0, env=environment)
+    return fresh_ranks(2, run_on_device, find, (planted,), 0, env=environment)
+
+
+def faults(outcomes: list[Outcome]) -> str:
+    """What the ranks have printed of them; a fault may end a rank where nothing may throw."""
     return "\n".join(
         line for each in outcomes for line in each.stderr.splitlines() if "FAULT" in line
     )
 
 
-def test_without_a_bug_nothing_is_found() -> None:
-    assert faults_of(Planted("none", "", 0, "")) == ""
+@pytest.mark.parametrize("algorithm", ["nccl", "slices"])
+def test_without_a_bug_nothing_is_found(algorithm: str) -> None:
+    outcomes = run(Planted("none", "", 0, "", algorithm))
+    assert [each.value for each in outcomes] == ["", ""], outcomes
+    assert faults(outcomes) == ""
 
 
 @pytest.mark.parametrize("planted", BUGS, ids=lambda planted: planted.name)
 def test_a_planted_bug_is_found(planted: Planted) -> None:
-    assert planted.says in faults_of(planted)
+    assert planted.says in faults(run(planted))

@@ -68,7 +68,13 @@ Bitmap Reducer::agree() {
     used_by_any_ = record_.used;
     return record_.again;
   }
-  const std::vector<RoundRecord>& records = round_->end(record_);
+  const std::vector<RoundRecord>& answer = round_->end(record_);
+  std::vector<RoundRecord> kept;
+  if (round_->answers_late()) {  // those of rounds before, first
+    kept = answer;
+    read_late_records();
+  }
+  const std::vector<RoundRecord>& records = round_->answers_late() ? kept : answer;
   note_use(records);
   if (!round_->answers_late()) note_meeting(records);
   check_trainable(records);

@@ -54,7 +54,9 @@ struct DeviceLinks::Outbox {
   // Null where no tensors go this way. Ends first, and waits for what is in flight.
   std::shared_ptr<NcclCommunicator> communicator = nullptr;
 
-  bool has_captured() const { return !in_flight.empty() && in_flight.back().captured; }
+  bool has(bool captured) const {
+    return !in_flight.empty() && in_flight.back().captured == captured;
+  }
 };
 
 struct DeviceLinks::Inbox {
@@ -74,7 +76,7 @@ struct DeviceLinks::Inbox {
   std::vector<Next> next = {};
   std::shared_ptr<NcclCommunicator> communicator = nullptr;  // ends first, as above
 
-  bool has_captured() const { return !posted.empty() && posted.back()->captured; }
+  bool has(bool captured) const { return !posted.empty() && posted.back()->captured == captured; }
   Next* find_next(const MessageKey& key) {
     const auto found = std::find_if(next.begin(), next.end(), [&](const Next& each) {
       return each.key.kind == key.kind && each.key.stage == key.stage && each.key.port == key.port;
@@ -162,25 +164,25 @@ void DeviceLinks::begin_step() {
   const DeviceGuard guard(device_index_);
   stream_ = device_runtime()->current_stream();
   capturing_ = device_runtime()->is_capturing(stream_);
+  has_graph_ = has_graph_ || capturing_;
   drop_captured();  // of a step that failed
   for (const auto& inbox : inboxes_) {
-    std::vector<Inbox::Next>& next = inbox->next;  // of no use in a graph, or on another stream
+    std::vector<Inbox::Next>& next = inbox->next;  // of no use on another stream
     next.erase(
         std::remove_if(next.begin(), next.end(),
-                       [&](const auto& each) { return capturing_ || each.stream != stream_; }),
+                       [&](const auto& each) { return has_graph_ || each.stream != stream_; }),
         next.end());
   }
   post();
 }
 
 void DeviceLinks::end_step() {
-  if (!capturing_) return;
   const DeviceGuard guard(device_index_);
   for (const auto& outbox : outboxes_) {
-    if (outbox->has_captured()) outbox->communicator->before(stream_);
+    if (outbox->has(capturing_)) outbox->communicator->before(stream_);
   }
   for (const auto& inbox : inboxes_) {
-    if (inbox->has_captured()) inbox->communicator->before(stream_);
+    if (inbox->has(capturing_)) inbox->communicator->before(stream_);
   }
   drop_captured();  // the stream uses their memory again after the links are done with it
 }
@@ -188,10 +190,10 @@ void DeviceLinks::end_step() {
 // Events of a graph are never looked at.
 void DeviceLinks::drop_captured() {
   for (const auto& outbox : outboxes_) {
-    while (outbox->has_captured()) outbox->in_flight.pop_back();
+    while (outbox->has(true)) outbox->in_flight.pop_back();
   }
   for (const auto& inbox : inboxes_) {
-    while (inbox->has_captured()) inbox->posted.pop_back();
+    while (inbox->has(true)) inbox->posted.pop_back();
   }
 }
 
@@ -322,7 +324,7 @@ void DeviceLinks::receive(Inbox& inbox, Arrival& arrival) {
 void DeviceLinks::hand_out(int source, Arrival& arrival, Message& message) {
   const DeviceGuard guard(device_index_);
   if (arrival.done) arrival.done->block(stream_);
-  if (arrival.done && !capturing_) prepare_next(inbox(source), arrival);
+  if (arrival.done && !has_graph_) prepare_next(inbox(source), arrival);
   for (size_t i = 0; i < arrival.places.size(); ++i) {
     message.slots[arrival.places[i].first].tensor = std::move(arrival.tensors[i]);
   }

@@ -54,7 +54,8 @@ class DeviceLinks {
   void check();
   // A step runs on the stream that is current here.
   void begin_step();
-  // Under graph capture, the stream waits for all links, which thereby join the capture's end.
+  // The stream waits for all that the links have in flight: they join the end of a capture, and
+  // launches of a graph, whose sends and receives go over the same links, come after it.
   void end_step();
 
   // Enqueues the send of tensors on the device; leaves in `message` what goes through the host.
@@ -100,6 +101,9 @@ class DeviceLinks {
   int device_index_ = 0;     // among those of the device's runtime
   Stream stream_ = nullptr;  // of the step
   bool capturing_ = false;
+  // Since the first capture. Before a step a graph may have been launched, after which its receives
+  // come: none has memory that was made before.
+  bool has_graph_ = false;
   uint64_t moved_nbytes_ = 0;
   std::vector<std::unique_ptr<Outbox>> outboxes_;  // by destination
   std::vector<std::unique_ptr<Inbox>> inboxes_;    // by source

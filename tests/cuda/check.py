@@ -19,7 +19,7 @@ TESTS = ROOT / "tests"
 SITE_PACKAGES = Path(torch.__file__).parents[1]
 TOOLKIT = SITE_PACKAGES / "nvidia" / "cu13"
 NCCL = SITE_PACKAGES / "nvidia" / "nccl" / "include"
-ARCHITECTURES = "8.0;9.0"
+ARCHITECTURES = "8.0;9.0+PTX;10.0"
 # Of each part of the engine one, as what counts is that this build works too.
 CPU_TESTS = [
     "test_device.py",

@@ -40,6 +40,7 @@ struct Moment {
   std::shared_ptr<Graph> graph;  // that captured the record, where one did
   size_t mark = 0;               // in that graph
   size_t lane = 0;
+  int num_hidden = 0;  // looks at it that were told that it is not done
 };
 using MomentPointer = std::shared_ptr<Moment>;
 

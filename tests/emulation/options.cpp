@@ -14,6 +14,7 @@ std::atomic<double>* Options::find(const std::string& name) {
       {"async_error_after", &async_error_after},
       {"nccl_version", &nccl_version},
       {"init_never_finishes", &init_never_finishes},
+      {"hides_completion", &hides_completion},
   };
   const auto found = by_name.find(name);
   return found == by_name.end() ? nullptr : found->second;
@@ -28,6 +29,7 @@ void Options::reset() {
   async_error_after = -1;
   nccl_version = 0;
   init_never_finishes = 0;
+  hides_completion = 0;
 }
 
 Options& options() {

@@ -15,6 +15,8 @@ struct Options {
   std::atomic<double> async_error_after{-1};   // calls; the next one fails
   std::atomic<double> nccl_version{0};         // 0: the library's own
   std::atomic<double> init_never_finishes{0};  // 1: the ranks never find each other
+  std::atomic<double> hides_completion{0};     // 1: no event is complete for the host, which must
+                                               // not look again and again
 
   // Null where there is no such option.
   std::atomic<double>* find(const std::string& name);

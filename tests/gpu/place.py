@@ -97,7 +97,8 @@ class Place:
                 step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        # What other threads do, such as the watchdog of torch's own NCCL group, is no part of it.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             step()
         torch.cuda.synchronize()
         return graph.replay

@@ -32,7 +32,7 @@ class Section:
 
     name: str
     limit_s: float
-    emulated_limit_s: float = 60.0
+    emulated_limit_s: float = 240.0
     enters: bool = True  # else it forks processes that use the device, and does not itself
 
     def limit(self, place: Place) -> float:
