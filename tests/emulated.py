@@ -14,9 +14,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -37,44 +35,45 @@ LIBRARY = "PYDIST_EMULATED_LIBRARY"  # in the environment of ranks
 FLAGS = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-fPIC", "-fvisibility=hidden", "-pthread"]
 # Versions of NCCL that the library can be built as, by what they lack.
 NCCL_VERSIONS = {"2.18": 21805, "2.19": 21903, "2.28": 22807}
+OF_THE_VERSION = "nccl_functions.cpp"
 
 
 @cache
 def library(nccl: str = "2.28") -> str:
-    """The path of the library, which is built where its sources have changed."""
-    sources = sorted((HERE / "emulation").glob("*.cpp"))
+    """The path of the library, of which is built what has changed."""
     headers = [*sorted((HERE / "emulation").glob("*.h")), HERE / "cpp" / "half_formats.h"]
     headers += [CSRC / "base" / name for name in ("device_runtime.h", "error.h", "check.h")]
     headers.append(CSRC / "transport" / "nccl_api.h")
-    flags = [*FLAGS, f"-DPYDIST_EMULATED_NCCL_VERSION={NCCL_VERSIONS[nccl]}", f"-I{CSRC}"]
-    content = b"".join(path.read_bytes() for path in sources + headers)
-    key = hashlib.sha256(content + repr(flags).encode()).hexdigest()[:16]
-    folder = BUILD / f"{nccl}-{key}"
-    target = folder / "libnccl.so.2"
+    included = b"".join(path.read_bytes() for path in headers)
     BUILD.mkdir(parents=True, exist_ok=True)
-    with open(BUILD / "lock", "w") as lock:
+    with open(BUILD / "lock", "w") as lock, ThreadPoolExecutor(os.cpu_count()) as threads:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            for old in BUILD.glob(f"{nccl}-*"):
-                shutil.rmtree(old)
-            folder.mkdir()
-            _compile(sources, flags, target)
-    return str(target)
 
+        def compiled(source: Path) -> Path:
+            label, flags = "any", [*FLAGS, f"-I{CSRC}"]
+            if source.name == OF_THE_VERSION:
+                label = nccl
+                flags.append(f"-DPYDIST_EMULATED_NCCL_VERSION={NCCL_VERSIONS[nccl]}")
+            content = included + source.read_bytes() + repr(flags).encode()
+            arguments = [*flags, "-c", str(source)]
+            return _made(BUILD / f"{source.stem}-{label}", ".o", content, arguments)
 
-def _compile(sources: list[Path], flags: list[str], target: Path) -> None:
-    with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count()) as threads:
-
-        def run(source: Path) -> str:
-            made = f"{objects}/{source.stem}.o"
-            _run_compiler([*flags, "-c", str(source), "-o", made])
-            return made
-
-        made = list(threads.map(run, sources))
+        objects = list(threads.map(compiled, sorted((HERE / "emulation").glob("*.cpp"))))
         # The name that the engine looks for among what is loaded.
-        linking = ["-shared", "-Wl,-soname,libnccl.so.2", *made, "-pthread", "-o", f"{target}.new"]
-        _run_compiler(linking)
+        arguments = ["-shared", "-Wl,-soname,libnccl.so.2", *map(str, objects), "-pthread"]
+        content = repr(arguments).encode()
+        return str(_made(BUILD / f"libnccl-{nccl}", ".so.2", content, arguments))
+
+
+def _made(stem: Path, ending: str, content: bytes, arguments: list[str]) -> Path:
+    """The compiler's output that is there, or made now, in the place of that of other content."""
+    target = stem.with_name(f"{stem.name}-{hashlib.sha256(content).hexdigest()[:16]}{ending}")
+    if not target.exists():
+        for old in stem.parent.glob(f"{stem.name}-*{ending}"):
+            old.unlink()
+        _run_compiler([*arguments, "-o", f"{target}.new"])
         os.rename(f"{target}.new", target)
+    return target
 
 
 def _run_compiler(arguments: list[str]) -> None:

@@ -24,6 +24,7 @@ from ranks import Outcome, fresh_ranks
 from reference import draw
 
 WIDTH = 64
+BUGS_TIMEOUT_S = 8.0  # that some of them make a rank wait for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,8 @@ def find(rank: int, size: int, planted: Planted) -> str:
         step(model, rank, number)
     synchronize()
     dist.barrier()
+    if planted.bug:
+        set_option("stuck_after_s", BUGS_TIMEOUT_S + 2)
     for name, value in planted.options:
         set_option(name, value)
     if rank == 0 and planted.bug:
@@ -85,8 +88,9 @@ BUGS = [
 
 
 def run(planted: Planted) -> list[Outcome]:
+    limits = {"group_timeout_s": BUGS_TIMEOUT_S} if planted.bug else {}
     environment = {LIBRARY: library()}
-    return fresh_ranks(2, run_on_device, find, (planted,), 0, env=environment)
+    return fresh_ranks(2, run_on_device, find, (planted,), 0, env=environment, **limits)
 
 
 def faults(outcomes: list[Outcome]) -> str:
