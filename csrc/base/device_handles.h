@@ -14,8 +14,13 @@ class DeviceGuard {
   explicit DeviceGuard(int device) : before_(device_runtime()->current_device()), now_(device) {
     if (before_ != now_) device_runtime()->set_current_device(now_);
   }
+  // A device that has failed says so at the next call; a destructor must not.
   ~DeviceGuard() {
-    if (before_ != now_) device_runtime()->set_current_device(before_);
+    if (before_ == now_) return;
+    try {
+      device_runtime()->set_current_device(before_);
+    } catch (...) {
+    }
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
