@@ -12,10 +12,10 @@ namespace pydist {
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) : before_(device_runtime()->current_device()), now_(device) {
-    if (before_ != now_) device_runtime()->set_current_device(now_);
+    device_runtime()->set_current_device(now_);  // that may differ from what was restored
   }
   ~DeviceGuard() {
-    if (before_ != now_) device_runtime()->set_current_device(before_);
+    if (before_ != now_) device_runtime()->restore_device(before_);
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;

@@ -26,9 +26,10 @@ class NcclMemory {
 
   // Zeroed in the order of the communicator's stream. Collective where is_registering().
   Block allocate(size_t nbytes);
-  // Frees the block when what is enqueued now, here and on the caller's current stream, is done.
+  // The block is free when what is enqueued now, here and on the caller's current stream, is done.
   void release(const Block& block) noexcept;
   // Frees what can be freed by now; nothing while a graph is captured. True if nothing is left.
+  // Waits for the whole device, other communicators too, so that no step may call it.
   bool sweep();
 
  private:
