@@ -25,23 +25,10 @@ constexpr double kLeave_s = 5;  // for what is going on to end when the interpre
 using Owner = std::shared_ptr<NcclCommunicator>;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-// The end of a communicator waits for the device.
-Owner without_gil_at_end(Owner communicator) {
-  NcclCommunicator* pointer = communicator.get();
-  return Owner(pointer, [owner = std::move(communicator)](NcclCommunicator*) mutable {
-    std::optional<py::gil_scoped_release> no_gil;
-    if (PyGILState_Check()) no_gil.emplace();
-    owner.reset();
-  });
-}
-
-// A connection of its own: the watchdog must not wait behind a call that waits for a key.
-c10::intrusive_ptr<c10d::Store> own_connection(c10::intrusive_ptr<c10d::Store> store) {
-  try {
-    return store->clone();
-  } catch (const std::exception&) {  // a store that cannot
-    return store;
-  }
+void without_gil(const std::function<void()>& end) {
+  std::optional<py::gil_scoped_release> no_gil;
+  if (Py_IsInitialized() && PyGILState_Check()) no_gil.emplace();
+  end();
 }
 
 Owner make_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size, int device,
@@ -56,8 +43,8 @@ Owner make_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int siz
   options.remedy = std::move(remedy);
   options.global_ranks = std::move(global_ranks);
   const py::gil_scoped_release no_gil;
-  auto meeting = wrap_c10d_store(own_connection(std::move(store)));
-  return without_gil_at_end(NcclCommunicator::create(std::move(meeting), options));
+  auto meeting = wrap_c10d_store(own_connection(store));
+  return NcclCommunicator::create(std::move(meeting), options);
 }
 
 std::optional<DType> dtype_of(at::ScalarType type) {
@@ -216,6 +203,7 @@ void stop_nccl() {
 }  // namespace
 
 void bind_nccl(py::module_& module) {
+  NcclCommunicator::set_around_end(&without_gil);
   py::class_<NcclCommunicator, Owner>(
       module, "NcclCommunicator",
       "One group's collectives on a device, over NCCL: they are enqueued on a stream of its own, "

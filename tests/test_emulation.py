@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from emulated import (
     Graph,
@@ -591,6 +592,34 @@ def _nonblocking(rank: int, size: int) -> None:
 
 def test_calls_are_in_progress_until_they_have_been_polled() -> None:
     emulated_pool(2).run(_nonblocking)
+
+
+def _first_message(rank: int, size: int) -> None:
+    comm, value = Nccl(blocking=False), torch.full((5,), float(rank))
+    until(lambda: comm.async_error() == 0)
+    comm.follow()
+    if rank == 0:
+        assert comm.send(value, 1) == IN_PROGRESS
+        assert comm.async_error() == IN_PROGRESS
+        dist.barrier()
+    else:
+        dist.barrier()
+        assert comm.recv(value, 0) in (0, IN_PROGRESS)
+    until(lambda: comm.async_error() == 0)
+    comm.wait()
+    assert value.unique().tolist() == [0]
+    if rank == 0:  # they are connected
+        check(comm.send(value, 1))
+        dist.barrier()
+    else:
+        dist.barrier()
+        check(comm.recv(value, 0))
+    comm.wait()
+    comm.abort()
+
+
+def test_the_first_message_of_two_ranks_takes_both() -> None:
+    emulated_pool(2).run(_first_message)
 
 
 def _absent(rank: int, size: int, how: str) -> None:

@@ -12,15 +12,11 @@ namespace pydist {
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) : before_(device_runtime()->current_device()), now_(device) {
-    if (before_ != now_) device_runtime()->set_current_device(now_);
+    device_runtime()->set_current_device(now_);  // that may differ from what was restored
   }
   // A device that has failed says so at the next call; a destructor must not.
   ~DeviceGuard() {
-    if (before_ == now_) return;
-    try {
-      device_runtime()->set_current_device(before_);
-    } catch (...) {
-    }
+    if (before_ != now_) device_runtime()->restore_device(before_);
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;

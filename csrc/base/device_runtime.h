@@ -39,6 +39,8 @@ class DeviceRuntime {
 
   virtual int current_device() = 0;
   virtual void set_current_device(int device) = 0;
+  // Back to what current_device() gave: does not make a device ready that has not been used.
+  virtual void restore_device(int device) noexcept = 0;
   virtual int
   num_processors() = 0;  // of the current device: a grid of twice as many blocks is full
 
@@ -58,7 +60,8 @@ class DeviceRuntime {
   virtual bool is_complete(Event event) = 0;
 
   virtual void* allocate(size_t nbytes) = 0;
-  // Neither this nor free_pinned() waits: no work that uses the memory may be under way.
+  // No work that uses the memory may be under way. Waits for all that is, on every stream, as
+  // free_pinned() does too: neither belongs into a step.
   virtual void deallocate(void* memory) noexcept = 0;
   // Of the host, which the device can copy from and to while the host goes on.
   virtual void* allocate_pinned(size_t nbytes) = 0;
@@ -73,7 +76,7 @@ class DeviceRuntime {
 
 // What the module that has one calls the capsule in which it hands it over. With another interface
 // this is another name, so that modules of different builds refuse each other.
-constexpr const char* kDeviceRuntimeCapsule = "pydist.DeviceRuntime.1";
+constexpr const char* kDeviceRuntimeCapsule = "pydist.DeviceRuntime.2";
 
 // The one that was registered, or null. Set once, when its module is imported.
 DeviceRuntime* device_runtime();

@@ -117,7 +117,7 @@ DevicePack::Staging& DevicePack::staging_for(Table& table, size_t nbytes) {
     if (!staging.copied.is_complete()) continue;
     if (staging.pinned.nbytes < nbytes) {
       const Memory small = std::exchange(staging.pinned, {});
-      if (small.data != nullptr) runtime.free_pinned(small.data);
+      if (small.data != nullptr) kept_pinned_.push_back(small.data);  // to free it would wait
       staging.pinned = {runtime.allocate_pinned(roomy(nbytes)), roomy(nbytes)};
     }
     return staging;

@@ -64,7 +64,7 @@ class DevicePack {
 
   Table& table_of(Stream stream);
   void refresh(Table& table, const std::vector<PackItem>& items);
-  static Staging& staging_for(Table& table, size_t nbytes);
+  Staging& staging_for(Table& table, size_t nbytes);
   void launch(const void* tiles, int32_t num_tiles, const DevicePackOptions& options,
               Stream stream);
   void run_captured(const std::vector<PackItem>& items, const DevicePackOptions& options,
@@ -75,7 +75,7 @@ class DevicePack {
   int device_ = -1;
   std::vector<std::unique_ptr<Table>> tables_;
   std::vector<void*> kept_;         // of the device: outgrown tables, and those of graphs
-  std::vector<void*> kept_pinned_;  // of graphs
+  std::vector<void*> kept_pinned_;  // the same, of the host
   int64_t num_refreshes_ = 0;
 };
 

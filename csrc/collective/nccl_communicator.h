@@ -13,9 +13,13 @@
 // these it aborts the communicator, so that the device's streams go on, and every later call here
 // raises what happened. After a timeout all ranks write into the Store how far they have come, so
 // that the message names the ranks that are behind, and the call that they have not made.
+//
+// Calls that a graph has captured have no timeout, as nobody sees when they run: of those, errors
+// and peers that have ended are noticed, but not a peer that does not replay its graph.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,9 +36,10 @@ struct NcclOptions {
   int rank = 0;
   int size = 1;
   int device = 0;
-  double timeout_s = 1800;             // of set-up, and of every call on the device
-  std::string name = "the group";      // for messages
-  std::string remedy = {};             // after a failure, for messages
+  double timeout_s = 1800;         // of set-up, and of every call on the device
+  int max_ctas = 0;                // blocks of the device that a call may occupy; 0: NCCL's choice
+  std::string name = "the group";  // for messages
+  std::string remedy = {};         // after a failure, for messages
   std::vector<int> global_ranks = {};  // for messages; empty: 0..size-1
 };
 
@@ -44,6 +49,10 @@ class NcclCommunicator {
   // not come.
   static std::shared_ptr<NcclCommunicator> create(std::unique_ptr<Store> store,
                                                   const NcclOptions& options);
+  // Process-wide, set once: what calls the end of communicators, on the thread that lets go last,
+  // also of memory from allocate(). As that waits for the device, Python's lock must not be held
+  // there.
+  static void set_around_end(void (*around)(const std::function<void()>& end));
   // In any order among communicators. Waits until what is enqueued is done, or aborts it.
   virtual ~NcclCommunicator() = default;
 

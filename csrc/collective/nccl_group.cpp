@@ -9,8 +9,7 @@ namespace pydist {
 
 namespace {
 
-constexpr useconds_t kConnect_us = 1'000;
-constexpr useconds_t kWait_us = 20;  // between looks at the device
+constexpr useconds_t kWait_us = 20;  // between looks at NCCL's threads, or the device
 
 // The group must end whatever its calls gave.
 template <class Calls>
@@ -27,14 +26,16 @@ nccl::Result grouped(const nccl::Api& api, const Calls& calls) {
 
 }  // namespace
 
-// Makes one call of NCCL's, and waits on the host where it goes on in a thread of NCCL's: the first
-// time that two ranks meet.
+// Makes one call of NCCL's, and waits on the host until NCCL's thread has enqueued it: what follows
+// on the stream must come later. That is the cost of a communicator that can be aborted: every call
+// waits for a thread to start and end, some 10 us, and the first between two ranks until both are
+// there.
 template <class Call>
 void NcclGroup::make(const char* verb, const std::string& what, const Call& call) {
   NcclHandle& handle = watch_->handle();
   nccl::Result result = handle.run(call);
   if (result == nccl::kInProgress) {
-    watch_->await([&] { return (result = handle.state()) != nccl::kInProgress; }, kConnect_us,
+    watch_->await([&] { return (result = handle.state()) != nccl::kInProgress; }, kWait_us,
                   watch_->last_resort_s(),
                   [&] { return concat(watch_->me(), ": NCCL does not begin ", verb, " ", what); });
   }
@@ -199,7 +200,6 @@ uint64_t NcclGroup::mark() {
   watch_->check();
   const DeviceGuard guard(options_.device);
   if (is_capturing()) return on_device_->calls.last_mark();
-  on_device_->memory.sweep();
   return on_device_->calls.mark();
 }
 

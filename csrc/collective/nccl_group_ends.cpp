@@ -1,5 +1,7 @@
 // How a communicator begins and ends.
+#include <atomic>
 #include <csignal>
+#include <functional>
 #include <optional>
 
 #include "base/check.h"
@@ -13,9 +15,12 @@ namespace pydist {
 namespace {
 
 constexpr useconds_t kMeet_us = 20'000;  // between requests to the Store while ranks are coming
-constexpr useconds_t kConnect_us = 1'000;
+constexpr useconds_t kConnect_us = 20;
 constexpr useconds_t kDrain_us = 50;
 constexpr double kAborted_s = 30;  // for the device to come to its end after an abort
+
+using AroundEnd = void (*)(const std::function<void()>& end);
+std::atomic<AroundEnd> around_end{[](const std::function<void()>& end) { end(); }};
 
 }  // namespace
 
@@ -60,7 +65,7 @@ void NcclGroup::connect() {
   NcclHandle& handle = watch_->handle();
   const std::optional<nccl::UniqueId> id = watch_->meeting().find_id();
   PYDIST_CHECK(id, Error, "the group's unique id is missing in the Store");
-  nccl::Result result = handle.begin(*id, rank(), size());
+  nccl::Result result = handle.begin(*id, options_);
   watch_->await(
       [&] {
         if (result == nccl::kInProgress) result = handle.state();
@@ -146,6 +151,8 @@ NcclGroup::~NcclGroup() {
   if (is_interrupted) std::raise(SIGINT);
 }
 
+void NcclCommunicator::set_around_end(AroundEnd around) { around_end.store(around); }
+
 std::shared_ptr<NcclCommunicator> NcclCommunicator::create(std::unique_ptr<Store> store,
                                                            const NcclOptions& options) {
   watch_forks();
@@ -153,7 +160,9 @@ std::shared_ptr<NcclCommunicator> NcclCommunicator::create(std::unique_ptr<Store
                "NCCL cannot be used in a forked child: start the process with the spawn method");
   PYDIST_CHECK(device_runtime() != nullptr, UsageError,
                "no device can be used: this build of pydist has no CUDA, or no driver was found");
-  auto group = std::make_shared<NcclGroup>(nccl::api(), std::move(store), options);
+  const std::shared_ptr<NcclGroup> group(
+      new NcclGroup(nccl::api(), std::move(store), options),
+      [](NcclGroup* ended) { around_end.load()([ended] { delete ended; }); });
   group->set_up();
   return group;
 }

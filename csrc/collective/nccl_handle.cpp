@@ -85,12 +85,14 @@ nccl::Result finish_comm(const nccl::Api& api, nccl::Comm comm, int device) {
 
 }  // namespace
 
-nccl::Result NcclHandle::begin(const nccl::UniqueId& id, int rank, int size) {
+nccl::Result NcclHandle::begin(const nccl::UniqueId& id, const NcclOptions& options) {
   const std::lock_guard<std::timed_mutex> lock(mutex_);
   nccl::Config config;
   config.blocking = 0;
+  if (options.max_ctas > 0) config.max_ctas = options.max_ctas;
   nccl::Comm comm = nullptr;
-  const nccl::Result result = api_.comm_init_rank_config(&comm, size, id, rank, &config);
+  const nccl::Result result =
+      api_.comm_init_rank_config(&comm, options.size, id, options.rank, &config);
   comm_.store(comm);
   return result;
 }

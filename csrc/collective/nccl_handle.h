@@ -1,7 +1,7 @@
 // One communicator of NCCL: its calls, one at a time; its set-up; its end.
 //
-// NCCL's calls are nonblocking. One that cannot be finished at once (it connects to a peer, say)
-// goes on in a thread of NCCL's, and the next call has to wait: state() tells.
+// NCCL's calls are nonblocking: each goes on in a thread of NCCL's, which enqueues it (and connects
+// to peers first, where it must), and until then the next call has to wait: state() tells.
 #pragma once
 
 #include <atomic>
@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "collective/nccl_communicator.h"
 #include "transport/nccl_api.h"
 
 namespace pydist {
@@ -24,7 +25,7 @@ class NcclHandle {
   const nccl::Api& api() const { return api_; }
 
   // Begins set-up; over once state() is not kInProgress.
-  nccl::Result begin(const nccl::UniqueId& id, int rank, int size);
+  nccl::Result begin(const nccl::UniqueId& id, const NcclOptions& options);
 
   // call(comm) -> Result, unless the communicator has ended: then kInvalidUsage.
   template <class Call>

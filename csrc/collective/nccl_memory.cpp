@@ -66,8 +66,10 @@ NcclMemory::Block NcclMemory::allocate_registered(size_t nbytes) {
     return {};
   }
   block.is_nccls = true;
+  // NCCL may still write there after a wait that has failed: then it stays, as the memory does.
+  auto* const window = new nccl::Window(nullptr);
   nccl::Result result = handle.run([&](nccl::Comm comm) {
-    return handle.api().comm_window_register(comm, block.data, nbytes, &block.window,
+    return handle.api().comm_window_register(comm, block.data, nbytes, window,
                                              nccl::kWindowCollSymmetric);
   });
   const auto operation = [] { return std::string("registering memory"); };
@@ -78,6 +80,8 @@ NcclMemory::Block NcclMemory::allocate_registered(size_t nbytes) {
       },
       kPoll_us, watch_.last_resort_s(), operation);
   if (result != nccl::kSuccess) watch_.raise(result, operation());
+  block.window = *window;
+  delete window;
   return block;
 }
 

@@ -28,9 +28,10 @@ class NcclMemory {
   Block allocate(size_t nbytes);
   // Not zeroed, not registered, never collective; at any time.
   static Block allocate_scratch(size_t nbytes);
-  // Frees the block when what is enqueued now, here and on the caller's current stream, is done.
+  // The block is free when what is enqueued now, here and on the caller's current stream, is done.
   void release(const Block& block) noexcept;
   // Frees what can be freed by now; nothing while a graph is captured. True if nothing is left.
+  // Waits for the whole device, other communicators too, so that no step may call it.
   bool sweep();
 
  private:

@@ -91,7 +91,7 @@ void NcclWatch::hear_peers() {
       if (const auto failure = meeting_.news().failure) {
         return fail({NcclFailure::Kind::kPeer, failure->text});
       }
-      look_for_ended();
+      look_for_ended(/*may_leave=*/false);
     } catch (const std::exception&) {  // the Store is gone: NCCL's words are all there is
       return;
     }
@@ -144,14 +144,14 @@ double NcclWatch::look() noexcept {
 }
 
 double NcclWatch::look_at_all() {
-  const DeviceGuard guard(options_.device);
+  device_runtime()->set_current_device(options_.device);  // for good: the watchdog's thread
   NcclCalls* calls = calls_.load();
   const double waited_s = calls == nullptr ? 0 : calls->waited_s();
   const double now_s = monotonic_s();
   const bool is_slow = waited_s > slow_s() || timed_out_.has_value();
   if (is_slow || is_urgent_.load()) {
     look_at_news(waited_s);
-    look_for_ended();
+    look_for_ended(/*may_leave=*/false);
     look_at_state();
     look_at_time(now_s, waited_s);
     return kSlowTick_s;
@@ -159,7 +159,10 @@ double NcclWatch::look_at_all() {
   if (now_s >= next_news_s_) {
     next_news_s_ = now_s + idle_s();
     look_at_news(waited_s);
-    if (is_captured()) look_at_state();
+    if (is_captured()) {
+      look_for_ended(/*may_leave=*/true);
+      look_at_state();
+    }
   }
   return std::min({kTick_s, idle_s(), slow_s()});
 }
@@ -173,9 +176,11 @@ void NcclWatch::look_at_state() {
   }
 }
 
-void NcclWatch::look_for_ended() {
+// A rank that may leave has done so where its last sign says that.
+void NcclWatch::look_for_ended(bool may_leave) {
   for (int r = 0; r < options_.size && !has_failed(); ++r) {
     if (r == options_.rank || !meeting_.has_ended(r)) continue;
+    if (may_leave && has_left(r)) continue;
     std::string text =
         concat(meeting_.describe(r), " has ended while ", me(), " waited for ", waiting_for());
     try {  // its last words may have come since the last look
@@ -183,6 +188,15 @@ void NcclWatch::look_for_ended() {
     } catch (const std::exception&) {  // it served the Store
     }
     fail({NcclFailure::Kind::kPeer, text});
+  }
+}
+
+bool NcclWatch::has_left(int rank) {
+  try {
+    const std::optional<Sign> sign = meeting_.sign_of(rank);
+    return sign && sign->has_left;
+  } catch (const std::exception&) {  // it served the Store
+    return false;
   }
 }
 
@@ -273,7 +287,8 @@ Sign NcclWatch::sign() {
 std::string NcclWatch::waiting_for() {
   if (is_urgent_.load()) return "the ranks to set up NCCL";
   const Sign now = sign();
-  return now.is_under_way ? concat(now.text, " (call ", now.at, ")") : "nothing in particular";
+  if (now.is_under_way) return concat(now.text, " (call ", now.at, ")");
+  return is_captured() ? "a replayed graph, perhaps" : "nothing in particular";
 }
 
 }  // namespace pydist

@@ -60,7 +60,8 @@ class NcclWatch {
   double look_at_all();
   void hear_peers();
   void look_at_news(double waited_s);
-  void look_for_ended();
+  void look_for_ended(bool may_leave);
+  bool has_left(int rank);
   void look_at_state();
   void heed(const NcclMeeting::News& news, double waited_s);
   void look_at_time(double now_s, double waited_s);

@@ -51,7 +51,10 @@ bool NcclWatchdog::has_stopped() const {
 
 void NcclWatchdog::run() {
   const WithoutInterrupts without_interrupts;
-  device_runtime()->relax_capture_checks();
+  try {
+    device_runtime()->relax_capture_checks();
+  } catch (const std::exception&) {  // the device has failed: looks will find that
+  }
   std::unique_lock<std::mutex> lock(mutex_);
   while (!is_stopping_) {
     const std::vector<std::shared_ptr<NcclWatch>> watches = watches_;

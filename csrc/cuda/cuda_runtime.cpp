@@ -48,6 +48,14 @@ void CudaRuntime::set_current_device(int device) {
   c10::cuda::set_device(static_cast<c10::DeviceIndex>(device));
 }
 
+// Without a context on the device, torch only remembers it.
+void CudaRuntime::restore_device(int device) noexcept {
+  try {
+    (void)taken(c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(device)));
+  } catch (...) {  // the device has failed; whoever uses it next learns that
+  }
+}
+
 int CudaRuntime::num_processors() {
   int count = 0;
   check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current_device()),

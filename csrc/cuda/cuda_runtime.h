@@ -15,6 +15,7 @@ class CudaRuntime : public DeviceRuntime {
 
   int current_device() override;
   void set_current_device(int device) override;
+  void restore_device(int device) noexcept override;
   int num_processors() override;
 
   Stream current_stream() override;

@@ -19,6 +19,9 @@ namespace {
 
 using Transfer = NcclCommunicator::Transfer;
 
+// A send occupies its share of the device until the receiver comes, beside the stages' own kernels.
+constexpr int kMaxCtas = 4;
+
 // Memory that nobody changes while it is sent, as it lies: without gaps, conjugation or negation.
 at::Tensor for_sending(at::Tensor tensor) {
   if (tensor.is_non_overlapping_and_dense() && !tensor.is_conj() && !tensor.is_neg() &&
@@ -33,6 +36,43 @@ at::Tensor for_sending(at::Tensor tensor) {
 
 void* memory_of(const at::Tensor& tensor) {
   return const_cast<void*>(tensor.const_data_ptr());  // a send only reads it
+}
+
+// What the device may still use stays for good.
+void keep_for_good(std::vector<at::Tensor>& tensors) {
+  (void)new std::vector<at::Tensor>(std::move(tensors));
+}
+
+// A call that raises may have enqueued its transfers already.
+template <class Call>
+void moving(std::vector<at::Tensor>& tensors, const Call& call) {
+  try {
+    call();
+  } catch (...) {
+    keep_for_good(tensors);
+    throw;
+  }
+}
+
+// At the end of a link, which waits for the device: that may have failed.
+void let_go(const OwnedEvent& done, std::vector<at::Tensor>& tensors) noexcept {
+  try {
+    if (!tensors.empty() && !done.is_complete()) keep_for_good(tensors);
+  } catch (...) {
+    keep_for_good(tensors);
+  }
+}
+
+// NCCL connects two ranks at their first message, for which both have to be inside of it; but the
+// receiver of a message enters it only once the sender is through. So the first one is of no use.
+void send_first(NcclCommunicator& communicator) {
+  constexpr size_t kNbytes = 4;
+  DeviceRuntime& runtime = *device_runtime();
+  void* memory = runtime.allocate(kNbytes);
+  communicator.exchange({{memory, kNbytes, 1 - communicator.rank(), communicator.rank() == 0}},
+                        "the first message");
+  communicator.wait(communicator.mark());
+  runtime.deallocate(memory);  // not after a failure: the device may still use it
 }
 
 }  // namespace
@@ -51,9 +91,14 @@ class DeviceLinks::Arrival {
 struct DeviceLinks::Outbox {
   DescriptionWriter descriptions = {};
   std::deque<InFlight> in_flight = {};
-  // Null where no tensors go this way. Ends first, and waits for what is in flight.
-  std::shared_ptr<NcclCommunicator> communicator = nullptr;
+  std::shared_ptr<NcclCommunicator> communicator = nullptr;  // null where no tensors go this way
 
+  ~Outbox() {
+    communicator.reset();
+    for (InFlight& sent : in_flight) {
+      if (!sent.captured) let_go(sent.done, sent.tensors);
+    }
+  }
   bool has(bool captured) const {
     return !in_flight.empty() && in_flight.back().captured == captured;
   }
@@ -74,8 +119,14 @@ struct DeviceLinks::Inbox {
   std::deque<std::shared_ptr<Arrival>> announced = {};
   std::deque<std::shared_ptr<Arrival>> posted = {};  // until they are there
   std::vector<Next> next = {};
-  std::shared_ptr<NcclCommunicator> communicator = nullptr;  // ends first, as above
+  std::shared_ptr<NcclCommunicator> communicator = nullptr;
 
+  ~Inbox() {
+    communicator.reset();
+    for (const auto& arrival : posted) {
+      if (!arrival->captured) let_go(*arrival->done, arrival->tensors);
+    }
+  }
   bool has(bool captured) const { return !posted.empty() && posted.back()->captured == captured; }
   Next* find_next(const MessageKey& key) {
     const auto found = std::find_if(next.begin(), next.end(), [&](const Next& each) {
@@ -99,7 +150,8 @@ DeviceLinks::DeviceLinks(const c10::intrusive_ptr<c10d::Store>& store,
     inboxes_.push_back(std::make_unique<Inbox>());
   }
   const DeviceGuard guard(device_index_);
-  for (const auto& link : device.links) connect(store, options, link);
+  const auto own = own_connection(store);
+  for (const auto& link : device.links) connect(own, options, link);
 }
 
 // In the same order on all ranks, so that none waits for one that waits for it.
@@ -113,6 +165,7 @@ void DeviceLinks::connect(const c10::intrusive_ptr<c10d::Store>& store,
   nccl.device = device_index_;
   nccl.timeout_s = options.timeout_s;
   nccl.name = concat(options.name, "'s link from rank ", from, " to rank ", to);
+  nccl.max_ctas = kMaxCtas;
   nccl.remedy = "make the pipeline again on every rank, or restart the job";
   nccl.global_ranks = options.global_ranks.empty()
                           ? std::vector<int>{from, to}
@@ -120,6 +173,7 @@ void DeviceLinks::connect(const c10::intrusive_ptr<c10d::Store>& store,
                                              options.global_ranks[static_cast<size_t>(to)]};
   auto own = c10::make_intrusive<c10d::PrefixStore>(concat("link/", from, "/", to), store);
   auto communicator = NcclCommunicator::create(wrap_c10d_store(std::move(own)), nccl);
+  send_first(*communicator);
   if (rank_ == from) {
     outbox(to).communicator = std::move(communicator);
   } else {
@@ -234,9 +288,11 @@ void DeviceLinks::take_out(int destination, Message& message, const std::string&
   while (!sent.empty() && is_over(sent.front().done)) sent.pop_front();
   NcclCommunicator& communicator = *outbox.communicator;
   communicator.after(stream_);
-  communicator.exchange(transfers, what);
   sent.push_back({OwnedEvent(), std::move(tensors), capturing_});
-  sent.back().done.record(communicator.stream());
+  moving(sent.back().tensors, [&] {
+    communicator.exchange(transfers, what);
+    sent.back().done.record(communicator.stream());
+  });
   for (const Transfer& transfer : transfers) moved_nbytes_ += transfer.nbytes;
 }
 
@@ -316,9 +372,13 @@ void DeviceLinks::receive(Inbox& inbox, Arrival& arrival) {
   } else {
     communicator.after(stream_);
   }
-  communicator.exchange(transfers, arrival.what);
+  OwnedEvent done;
+  moving(arrival.tensors, [&] {
+    communicator.exchange(transfers, arrival.what);
+    done.record(communicator.stream());
+  });
   arrival.captured = capturing_;
-  arrival.done.emplace().record(communicator.stream());
+  arrival.done = std::move(done);
 }
 
 void DeviceLinks::hand_out(int source, Arrival& arrival, Message& message) {

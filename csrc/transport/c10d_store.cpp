@@ -35,4 +35,12 @@ std::unique_ptr<Store> wrap_c10d_store(c10::intrusive_ptr<c10d::Store> store) {
   return std::make_unique<C10dStore>(std::move(store));
 }
 
+c10::intrusive_ptr<c10d::Store> own_connection(const c10::intrusive_ptr<c10d::Store>& store) {
+  try {
+    return store->clone();
+  } catch (const std::exception&) {  // a store that cannot
+    return store;
+  }
+}
+
 }  // namespace pydist

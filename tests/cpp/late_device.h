@@ -19,6 +19,7 @@ class LateDevice : public DeviceRuntime {
   const char* name() const override { return "late"; }
   int current_device() override { return 0; }
   void set_current_device(int) override {}
+  void restore_device(int) noexcept override {}
   int num_processors() override { return 2; }
 
   Stream current_stream() override { return make(1); }

@@ -134,6 +134,30 @@ void strike_memory(const NcclCall& call) {
   if (strikes(Bug::kReusedEarly)) Device::instance().torch_touches(Access::kWrite, memory, nbytes);
 }
 
+// Two ranks connect at their first message, before anything is enqueued: which takes both, the one
+// inside of its send and the other inside of its receive. Returns whether all have come.
+std::function<bool()> connect(const CommPointer& comm, const std::vector<NcclCall>& calls) {
+  std::shared_ptr<Segment> segment;
+  {
+    const std::lock_guard<std::mutex> lock(comm->stepping);
+    segment = comm->segment;
+  }
+  std::vector<std::atomic<int>*> pairs;
+  for (const NcclCall& call : calls) {
+    if (!is_message(call.kind) || segment == nullptr) continue;
+    const bool sends = call.kind == CallKind::kSend;
+    auto& pair =
+        sends ? segment->came[comm->rank][call.root] : segment->came[call.root][comm->rank];
+    pair.fetch_or(sends ? kSenderCame : kReceiverCame);
+    pairs.push_back(&pair);
+  }
+  return [segment, pairs] {
+    return std::all_of(pairs.begin(), pairs.end(), [](const std::atomic<int>* pair) {
+      return *pair == (kSenderCame | kReceiverCame);
+    });
+  };
+}
+
 nccl::Result launch(const CommPointer& comm, const std::vector<NcclCall>& calls,
                     StreamState* stream) {
   if (strikes(Bug::kUsedAfterAbort)) {
@@ -143,16 +167,16 @@ nccl::Result launch(const CommPointer& comm, const std::vector<NcclCall>& calls,
   if (comm->async_error != 0) return static_cast<nccl::Result>(comm->async_error.load());
   if (strikes(Bug::kWrongStream)) stream = Device::instance().current_stream();
   const Call call = call_of(comm, calls);
-  const auto enqueue = [call, calls, stream] {
+  const auto is_connected = connect(comm, calls);
+  const auto enqueue = [call, calls, stream, is_connected] {
+    if (!is_connected()) return false;
     Device::instance().enqueue(*stream, call);
     strike_memory(calls.front());
     return true;
   };
-  if (!comm->is_blocking && options().in_progress_polls > 0) {
-    return pend(comm, call.what, enqueue, stream);
-  }
-  enqueue();
-  return nccl::kSuccess;
+  const bool polls = !comm->is_blocking && options().in_progress_polls > 0;
+  if (!polls && enqueue()) return nccl::kSuccess;
+  return pend(comm, call.what, enqueue, stream);
 }
 
 // One call for each communicator.

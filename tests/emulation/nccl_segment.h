@@ -43,6 +43,9 @@ struct Mailbox {
   char data[kPacketNbytes];
 };
 
+constexpr int kSenderCame = 1;
+constexpr int kReceiverCame = 2;
+
 struct Segment {
   std::atomic<int> size;  // set by the first to come
   std::atomic<int> num_attached;
@@ -53,6 +56,8 @@ struct Segment {
   std::atomic<uint64_t> window_nbytes[kMaxRanks];
   Board boards[kMaxRanks];
   Mailbox mailboxes[kMaxRanks][kMaxRanks];  // by source and destination
+  // By source and destination: who has begun to connect, of kSenderCame and kReceiverCame.
+  std::atomic<int> came[kMaxRanks][kMaxRanks];
 };
 
 struct SegmentName {

@@ -34,6 +34,9 @@ class EmulatedRuntime final : public DeviceRuntime {
     if (device != 0) record_fault(concat("there is no device ", device));
     raise_fault();
   }
+  void restore_device(int device) noexcept override {
+    if (device != 0) record_fault(concat("there is no device ", device));
+  }
   int num_processors() override { return 2; }
 
   Stream current_stream() override {
