@@ -48,8 +48,7 @@ DeviceRound::DeviceRound(std::shared_ptr<NcclCommunicator> communicator,
       wire_(wire),
       options_(std::move(options)),
       records_(communicator_, options_.num_parameters),
-      left_out_(static_cast<int>(options_.units.size())),
-      trainable_(options_.num_parameters) {}
+      left_out_(static_cast<int>(options_.units.size())) {}
 
 // A communication hook's units are not among the options.
 DeviceRound::UnitState& DeviceRound::state(int unit) {
@@ -111,26 +110,25 @@ void DeviceRound::begin_second(int divisor) {
   second_ = true;
 }
 
-bool DeviceRound::leave_out(const Bitmap& units, const Bitmap& trainable) {
-  if (num_agreements_ > 0 && trainable == trainable_) return true;
+bool DeviceRound::leave_out(const Bitmap& units) {
+  if (num_agreements_ > 0 && units == left_out_) return true;
   const DeviceGuard guard(communicator_->device());
   PYDIST_CHECK(!is_capturing(), UsageError,
                "a CUDA graph cannot capture the first backward of a model, nor the first one after "
                "parameters were frozen or unfrozen; run one before the capture");
-  agree_on_trainable(trainable);
-  trainable_ = trainable;
+  agree_on_left_out(units);
   left_out_ = units;
   allocate_buckets();
   return true;
 }
 
-void DeviceRound::agree_on_trainable(const Bitmap& trainable) {
-  const std::string prefix = concat("trainable/", num_agreements_++, "/");
-  store_->set(concat(prefix, rank()), text_of(trainable));
+void DeviceRound::agree_on_left_out(const Bitmap& units) {
+  const std::string prefix = concat("frozen/", num_agreements_++, "/");
+  store_->set(concat(prefix, rank()), text_of(units));
   for (int r = 0; r < size(); ++r) {
     const std::string key = concat(prefix, r);
     if (r != rank()) wait_for_peer(r, key);
-    check_same(r, trainable, bitmap_of(store_->get(key), options_.num_parameters));
+    check_same(r, units, bitmap_of(store_->get(key), static_cast<int>(options_.units.size())));
   }
 }
 
@@ -153,23 +151,12 @@ void DeviceRound::wait_for_peer(int peer, const std::string& key) {
 
 void DeviceRound::check_same(int peer, const Bitmap& mine, const Bitmap& theirs) const {
   if (mine == theirs) return;
-  int parameter = 0;
-  while (mine.test(parameter) == theirs.test(parameter)) ++parameter;
-  const bool here = mine.test(parameter);
-  throw MismatchError(concat(name_of_unit_with(parameter), " is frozen, or a part of it, on ",
-                             describe(here ? peer : rank()), ", but not on ",
-                             describe(here ? rank() : peer),
+  int unit = 0;
+  while (mine.test(unit) == theirs.test(unit)) ++unit;
+  const auto who = [&](bool frozen) { return describe(mine.test(unit) == frozen ? rank() : peer); };
+  throw MismatchError(concat(options_.unit_names[unit], " is frozen on ", who(true),
+                             ", but not on ", who(false),
                              "; freeze and unfreeze the same parameters on every rank"));
-}
-
-const std::string& DeviceRound::name_of_unit_with(int parameter) const {
-  static const std::string unknown = "the model";
-  for (size_t u = 0; u < options_.units.size(); ++u) {
-    for (const Member& member : options_.units[u].members) {
-      if (member.parameter == parameter) return options_.unit_names[u];
-    }
-  }
-  return unknown;  // the parameter has no elements, or this is the round beside a hook's buckets
 }
 
 void DeviceRound::accumulated(int unit) {

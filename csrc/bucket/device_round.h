@@ -49,7 +49,7 @@ class DeviceRound final : public Round {
   bool reaches(const void*) const override { return !has_several_streams_; }
   bool publishes_all() const override { return true; }
   void begin(int divisor) override;
-  bool leave_out(const Bitmap& units, const Bitmap& trainable) override;
+  bool leave_out(const Bitmap& units) override;
   void begin_second(int divisor) override;
   void accumulated(int unit) override;
   void open(int unit) override;
@@ -84,10 +84,9 @@ class DeviceRound final : public Round {
   void join();
   void wait_for_delivery(Stream stream);
   void mark_delivery();
-  void agree_on_trainable(const Bitmap& trainable);
+  void agree_on_left_out(const Bitmap& units);
   void wait_for_peer(int peer, const std::string& key);
   void check_same(int peer, const Bitmap& mine, const Bitmap& theirs) const;
-  const std::string& name_of_unit_with(int parameter) const;
   void allocate_buckets();
   std::shared_ptr<void> allocate_alone(int unit) const;
   WireType wire_of(const Unit& unit) const;
@@ -102,7 +101,6 @@ class DeviceRound final : public Round {
   std::vector<std::unique_ptr<UnitState>> states_;
   std::vector<Stream> seen_;  // in this round
   Bitmap left_out_;
-  Bitmap trainable_;  // as ranks have agreed
   bool has_several_streams_ = false;
   uint64_t num_agreements_ = 0;
   int next_ = 0;  // the lowest unit that has not been launched in this round

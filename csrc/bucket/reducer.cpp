@@ -138,7 +138,8 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> na
       frozen.set(static_cast<int>(u));
     }
   }
-  round_->leave_out(frozen, trainable());
+  round_->leave_out(frozen);
+  agreed_trainable_ = trainable();
 }
 
 Reducer::~Reducer() {
@@ -295,7 +296,7 @@ void Reducer::begin_round(int divisor) {
     state.late = choose && !was_used && round_->postpone(static_cast<int>(u));
     if (num_counted == 0) frozen.set(static_cast<int>(u));
   }
-  if (!round_->leave_out(frozen, trainable())) return;
+  if (!round_->leave_out(frozen)) return;
   for (size_t u = 0; u < units_.size(); ++u) {
     states_[u].late = states_[u].late || frozen.test(static_cast<int>(u));
   }

@@ -303,6 +303,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   ExpectedSizes expected_;
   RoundRecord record_;
   Bitmap used_by_any_;
+  Bitmap agreed_trainable_;  // as the last answer, or the start, had it
   Bitmap used_first_;
   bool last_had_unused_ = false;
   bool ever_changed_ = false;

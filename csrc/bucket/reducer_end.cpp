@@ -78,6 +78,7 @@ Bitmap Reducer::agree() {
   note_use(records);
   if (!round_->answers_late()) note_meeting(records);
   check_trainable(records);
+  if (!shadows_) agreed_trainable_ = record_.trainable;
   if (round_->answers_late()) check_again(records);
   Bitmap again(static_cast<int>(parameters_.size()));
   used_by_any_.clear();
@@ -92,6 +93,8 @@ Bitmap Reducer::agree() {
 std::string Reducer::why_answer_is_needed() const {
   if (shadows_) return "this rank takes part in the others' backward";
   if (options_.unused_is_error) return "unused_parameters is \"error\"";
+  // Else a rank alone in freezing one would give zeros that nobody wants.
+  if (!(record_.trainable == agreed_trainable_)) return "parameters were frozen or unfrozen";
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& parameter = parameters_[i];
     const int index = static_cast<int>(i);

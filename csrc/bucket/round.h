@@ -116,10 +116,10 @@ class Round {
   // published after end(), by all ranks in the same order, or not at all.
   // False where the round takes no such promise.
   virtual bool postpone(int) { return false; }
-  // After begin(): these units have nobody's gradient in this round, and are not published, since
-  // none of their parameters is among those that are trainable. The same on all ranks, which ask
-  // each other where that has changed. False where the round takes no such promise.
-  virtual bool leave_out(const Bitmap& /*units*/, const Bitmap& /*trainable*/) { return false; }
+  // After begin(): these units have nobody's gradient in this round, and are not published. The
+  // same on all ranks, which ask each other where it has changed. False where the round takes no
+  // such promise.
+  virtual bool leave_out(const Bitmap&) { return false; }
   // On a device: the current stream has just accumulated a gradient of this unit.
   virtual void accumulated(int) {}
   // The current stream reads the unit's gradients, and writes its memory, from here to publish().
