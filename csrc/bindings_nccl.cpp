@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "base/device_runtime.h"
 #include "bindings.h"
+#include "bindings_dtype.h"
 #include "collective/nccl_communicator.h"
 #include "collective/nccl_handle.h"
 #include "collective/nccl_watchdog.h"
@@ -45,37 +46,6 @@ Owner make_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int siz
   const py::gil_scoped_release no_gil;
   auto meeting = wrap_c10d_store(own_connection(store));
   return NcclCommunicator::create(std::move(meeting), options);
-}
-
-std::optional<DType> dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kBool:
-      return DType::kBool;
-    case at::kByte:
-      return DType::kUInt8;
-    case at::kChar:
-      return DType::kInt8;
-    case at::kShort:
-      return DType::kInt16;
-    case at::kInt:
-      return DType::kInt32;
-    case at::kLong:
-      return DType::kInt64;
-    case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kDouble:
-      return DType::kFloat64;
-    case at::kComplexFloat:
-      return DType::kComplex64;
-    case at::kComplexDouble:
-      return DType::kComplex128;
-    default:
-      return std::nullopt;
-  }
 }
 
 bool is_cuda() { return std::string(device_runtime()->name()) == "cuda"; }
