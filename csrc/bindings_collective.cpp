@@ -8,7 +8,7 @@
 #include "base/clock.h"
 #include "bindings.h"
 #include "bindings_dtype.h"
-#include "collective/communicator.h"
+#include "collective/shm_communicator.h"
 #include "transport/arena.h"
 #include "transport/c10d_store.h"
 
@@ -63,7 +63,7 @@ ReduceOp op_of(int index) {
 // An operation in flight; keeps the communicator, so that it outlives its operations.
 class PyRequest {
  public:
-  PyRequest(std::shared_ptr<ShmCommunicator> communicator, std::shared_ptr<Request> request)
+  PyRequest(std::shared_ptr<Communicator> communicator, std::shared_ptr<Request> request)
       : communicator_(std::move(communicator)), request_(std::move(request)) {}
 
   bool test() const { return request_->test(); }
@@ -71,11 +71,11 @@ class PyRequest {
   std::string description() const { return request_->description(); }
 
  private:
-  std::shared_ptr<ShmCommunicator> communicator_;
+  std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Request> request_;
 };
 
-using Communicator = std::shared_ptr<ShmCommunicator>;
+using SharedCommunicator = std::shared_ptr<Communicator>;
 using MaybeRequest = std::optional<PyRequest>;
 
 Collective invalid(std::string why) {
@@ -87,7 +87,7 @@ Collective invalid(std::string why) {
 // Runs the operation that `build` describes, or starts it and keeps its tensors. What `build`
 // raises the peers learn too: they are about to wait for this call.
 template <class Build>
-MaybeRequest launch(const Communicator& communicator, bool async_op,
+MaybeRequest launch(const SharedCommunicator& communicator, bool async_op,
                     std::initializer_list<at::Tensor> tensors, Build&& build) {
   Collective collective;
   try {
@@ -106,17 +106,18 @@ MaybeRequest launch(const Communicator& communicator, bool async_op,
 }
 
 // The end of a communicator waits for its worker, who may need the GIL to let go of tensors.
-Communicator without_gil_at_end(Communicator communicator) {
-  ShmCommunicator* pointer = communicator.get();
-  return Communicator(pointer, [owner = std::move(communicator)](ShmCommunicator*) mutable {
+SharedCommunicator without_gil_at_end(SharedCommunicator communicator) {
+  Communicator* pointer = communicator.get();
+  return SharedCommunicator(pointer, [owner = std::move(communicator)](Communicator*) mutable {
     std::optional<py::gil_scoped_release> no_gil;
     if (PyGILState_Check()) no_gil.emplace();
     owner.reset();
   });
 }
 
-Communicator make_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                               double timeout_s, std::string name, std::vector<int> global_ranks) {
+SharedCommunicator make_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                     double timeout_s, std::string name,
+                                     std::vector<int> global_ranks) {
   BoardOptions options;
   options.rank = rank;
   options.size = size;
@@ -128,7 +129,7 @@ Communicator make_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, 
   return without_gil_at_end(ShmCommunicator::create(*meeting, std::move(options)));
 }
 
-MaybeRequest all_reduce(const Communicator& communicator, const at::Tensor& tensor, int op,
+MaybeRequest all_reduce(const SharedCommunicator& communicator, const at::Tensor& tensor, int op,
                         bool async_op) {
   return launch(communicator, async_op, {tensor}, [&] {
     const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNeeded);
@@ -136,7 +137,7 @@ MaybeRequest all_reduce(const Communicator& communicator, const at::Tensor& tens
   });
 }
 
-MaybeRequest reduce_scatter(const Communicator& communicator, const at::Tensor& output,
+MaybeRequest reduce_scatter(const SharedCommunicator& communicator, const at::Tensor& output,
                             const at::Tensor& input, int op, bool async_op) {
   return launch(communicator, async_op, {input, output}, [&] {
     const Buffer from = contiguous_buffer(input, Arithmetic::kNeeded);
@@ -145,7 +146,7 @@ MaybeRequest reduce_scatter(const Communicator& communicator, const at::Tensor& 
   });
 }
 
-MaybeRequest all_gather(const Communicator& communicator, const at::Tensor& output,
+MaybeRequest all_gather(const SharedCommunicator& communicator, const at::Tensor& output,
                         const at::Tensor& input, bool async_op) {
   return launch(communicator, async_op, {input, output}, [&] {
     const Buffer from = contiguous_buffer(input, Arithmetic::kNone);
@@ -154,7 +155,7 @@ MaybeRequest all_gather(const Communicator& communicator, const at::Tensor& outp
   });
 }
 
-MaybeRequest broadcast(const Communicator& communicator, const at::Tensor& tensor, int root,
+MaybeRequest broadcast(const SharedCommunicator& communicator, const at::Tensor& tensor, int root,
                        bool async_op) {
   return launch(communicator, async_op, {tensor}, [&] {
     const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNone);
@@ -162,7 +163,7 @@ MaybeRequest broadcast(const Communicator& communicator, const at::Tensor& tenso
   });
 }
 
-void broadcast_many(const Communicator& communicator, const std::vector<at::Tensor>& tensors,
+void broadcast_many(const SharedCommunicator& communicator, const std::vector<at::Tensor>& tensors,
                     int root) {
   launch(communicator, false, {}, [&] {
     Collective collective{Operation::kBroadcastMany, ReduceOp::kSum, root, {}, {}};
@@ -171,12 +172,12 @@ void broadcast_many(const Communicator& communicator, const std::vector<at::Tens
   });
 }
 
-MaybeRequest barrier(const Communicator& communicator, bool async_op) {
+MaybeRequest barrier(const SharedCommunicator& communicator, bool async_op) {
   return launch(communicator, async_op, {}, [] { return Collective{}; });
 }
 
 // Splits count elements.
-MaybeRequest all_to_all(const Communicator& communicator, const at::Tensor& output,
+MaybeRequest all_to_all(const SharedCommunicator& communicator, const at::Tensor& output,
                         const at::Tensor& input, const std::vector<int64_t>& output_splits,
                         const std::vector<int64_t>& input_splits, bool async_op) {
   return launch(communicator, async_op, {input, output}, [&] {
@@ -194,27 +195,27 @@ MaybeRequest all_to_all(const Communicator& communicator, const at::Tensor& outp
 }
 
 // Raises UsageError here and MismatchError on the peers, for a call that cannot be made.
-void refuse(const Communicator& communicator, const std::string& why) {
+void refuse(const SharedCommunicator& communicator, const std::string& why) {
   const py::gil_scoped_release no_gil;
   communicator->run(invalid(why));
 }
 
-void send(const Communicator& communicator, const at::Tensor& tensor, int destination,
+void send(const SharedCommunicator& communicator, const at::Tensor& tensor, int destination,
           int64_t tag) {
   const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNone);
   const py::gil_scoped_release no_gil;
   communicator->send(buffer, destination, tag);
 }
 
-int receive(const Communicator& communicator, const at::Tensor& tensor, std::optional<int> source,
-            int64_t tag) {
+int receive(const SharedCommunicator& communicator, const at::Tensor& tensor,
+            std::optional<int> source, int64_t tag) {
   const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNone);
   const py::gil_scoped_release no_gil;
-  return communicator->receive(buffer, source.value_or(ShmCommunicator::kAnySource), tag);
+  return communicator->receive(buffer, source.value_or(Communicator::kAnySource), tag);
 }
 
 // Seconds for `iterations` in-place sums in a row, without Python's share.
-double benchmark_all_reduce(const Communicator& communicator, const at::Tensor& tensor,
+double benchmark_all_reduce(const SharedCommunicator& communicator, const at::Tensor& tensor,
                             int iterations) {
   const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNeeded);
   const py::gil_scoped_release no_gil;
@@ -258,14 +259,14 @@ void bind_collective(py::module_& module) {
            "Returns once the operation has ended; raises what it raised.")
       .def_property_readonly("description", &PyRequest::description,
                              "What it is, as error messages say it.");
-  py::class_<ShmCommunicator, Communicator>(
+  py::class_<Communicator, SharedCommunicator>(
       module, "Communicator",
-      "One group's collectives and messages over shared memory, on contiguous CPU tensors. "
+      "One group's collectives and messages, on contiguous CPU tensors. "
       "Reduce operations are 0 sum, 1 mean, 2 min, 3 max, 4 product; ranks are the group's.")
       .def(py::init(&make_communicator), py::arg("store"), py::arg("rank"), py::arg("size"),
            py::arg("timeout_s"), py::arg("name"), py::arg("global_ranks"))
-      .def_property_readonly("rank", &ShmCommunicator::rank)
-      .def_property_readonly("size", &ShmCommunicator::size)
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
       .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op"), py::arg("async_op"),
            "In place.")
       .def("reduce_scatter", &reduce_scatter, py::arg("output"), py::arg("input"), py::arg("op"),
@@ -288,9 +289,7 @@ void bind_collective(py::module_& module) {
            "From a rank, or from any where None; returns the source.")
       .def(
           "fail",
-          [](ShmCommunicator& communicator, const std::string& reason) {
-            communicator.board().fail(reason);
-          },
+          [](Communicator& communicator, const std::string& reason) { communicator.fail(reason); },
           py::arg("reason"), "Ends the group: every rank raises PeerError with this reason.")
       .def("benchmark_all_reduce", &benchmark_all_reduce, py::arg("tensor"), py::arg("iterations"),
            "Seconds for so many sums in a row, without Python's share.");

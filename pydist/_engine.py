@@ -1,7 +1,6 @@
 """Owns the engine of each torch group: how its ranks reach each other, made at its first use."""
 
 import hashlib
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -15,12 +14,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from pydist import _C
+from pydist._connect import TRANSPORTS, connect
 from pydist._device import on_device
 from pydist._process_group import ProcessGroupOperations
 from pydist._torch_groups import cpu_backend, own_gloo_group, own_store, time_limit_s
-from pydist.errors import HostError, MismatchError, PeerError, UsageError
-
-TRANSPORTS = ("shared_memory", "process_group")
+from pydist.errors import MismatchError, PeerError, UsageError
 
 
 class Request(Protocol):
@@ -75,7 +73,14 @@ class Engine:
         self._takes_gloo = self._cpu_backend in ("gloo", "")
         self._store = own_store(group, self.size)
         self._num_prefixes: dict[str, int] = {}
-        self.communicator: _C.Communicator | None = self._connect(str(group.group_desc))
+        self.communicator: _C.Communicator | None = connect(
+            self.store_prefix,
+            self.rank,
+            self.size,
+            self.timeout_s,
+            str(group.group_desc),
+            self.global_ranks,
+        )
         self._host_group: dist.ProcessGroup | None = None  # its operations hold it weakly
         self.operations: Operations = self.communicator or self._group_operations(group)
         self._device_communicators: dict[int, _C.NcclCommunicator] = {}
@@ -86,30 +91,6 @@ class Engine:
         self._side_operations: SideOperations | None = None
         self._side_group: dist.ProcessGroup | None = None
         self.join_session: object = None  # of _join.py, while ranks are in join()
-
-    def _connect(self, description: str) -> _C.Communicator | None:
-        """None where the ranks do not share memory, or must not use it."""
-        forced = os.environ.get("PYDIST_TRANSPORT", "")
-        if forced and forced not in TRANSPORTS:
-            raise UsageError(
-                f"PYDIST_TRANSPORT is {forced!r}; expected one of {', '.join(TRANSPORTS)}, or unset"
-            )
-        if forced == "process_group":
-            return None
-        name = "the default group" if description == "default_pg" else f"group {description!r}"
-        try:
-            return _C.Communicator(
-                store=self.store_prefix("communicator"),
-                rank=self.rank,
-                size=self.size,
-                timeout_s=self.timeout_s,
-                name=name,
-                global_ranks=self.global_ranks,
-            )
-        except HostError:
-            if forced:
-                raise
-            return None
 
     def _group_operations(self, group: dist.ProcessGroup) -> ProcessGroupOperations:
         """Of the user's group; of one of our own where that cannot take tensors of the CPU."""

@@ -56,7 +56,7 @@ PYTHON_LAYERS = [
     {"_version", "errors", "_build_info"},
     {"_import_checks", "_C", "_cuda", "_schedule_plot"},
     {"_device", "schedule"},
-    {"_process_group", "_torch_groups"},
+    {"_connect", "_process_group", "_torch_groups"},
     {"_engine"},
     {
         "_advice",

@@ -1,6 +1,7 @@
 // What a rank calls, packed into a word that all ranks compare before any byte moves.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -19,6 +20,7 @@ enum class Operation : uint8_t {
   kBarrier,
   kAllToAll,
 };
+constexpr size_t kNumOperations = static_cast<size_t>(Operation::kAllToAll) + 1;
 
 struct Call {
   static constexpr int kMaxRanks = 1 << 12;

@@ -1,30 +1,17 @@
-// One group's collectives and messages over shared memory.
+// One group's collectives and messages on memory of the CPU, over whatever transport.
 //
-// Every collective begins with one synchronisation: each rank publishes its call, and reads
-// everybody's. If they differ, all ranks raise before a byte has moved, and the group stays usable.
-// Then the data takes one of three ways, with the same bits:
-//
-//   eager    small: the data lay beside the call, everything is there already
-//   direct   the memory that peers need lies in arenas: they read it, and for all_reduce write it,
-//   in place staged   anything else: through slots of the board, two per rank, filled and emptied
-//   in turn
-//
-//   communicator.cpp         the calls, what ranks agree on, failures
-//   communicator_eager.cpp, communicator_direct.cpp, communicator_staged.cpp
+// Calls of collectives are matched by their order, which must be the same on all ranks; messages by
+// peer and tag. Groups are independent of each other. See shm_communicator.h for one host.
 #pragma once
 
-#include <functional>
+#include <array>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "collective/buffer.h"
 #include "collective/call.h"
-#include "collective/payload_layout.h"
-#include "collective/point_to_point.h"
 #include "collective/request.h"
-#include "transport/board.h"
-#include "transport/store.h"
 
 namespace pydist {
 
@@ -47,24 +34,47 @@ struct Collective {
   std::string why = {};
 };
 
-class ShmCommunicator {
+// Calls that ended well, and the bytes of this rank's tensors in them: of a collective's input, or
+// of its output where it works in place.
+struct OperationCount {
+  uint64_t calls = 0;
+  uint64_t nbytes = 0;
+};
+
+struct CommunicatorCounts {
+  std::array<OperationCount, kNumOperations> collectives;  // by Operation
+  OperationCount sent;
+  OperationCount received;
+};
+
+class Communicator {
  public:
-  static constexpr int kAnySource = PointToPoint::kAnySource;
+  static constexpr int kAnySource = -1;
 
-  // Collective over all ranks of the store; sets options.payload_nbytes. Raises HostError where
-  // they do not share a host.
-  static std::shared_ptr<ShmCommunicator> create(Store& store, BoardOptions options);
-  ~ShmCommunicator();
-
-  int rank() const { return rank_; }
-  int size() const { return size_; }
-  Board& board() { return *board_; }
+  virtual ~Communicator() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // For messages: "the default group".
+  virtual const std::string& name() const = 0;
+  // "rank 1 (pid 1234)"; a subgroup's rank also gets its global rank.
+  virtual std::string describe(int rank) const = 0;
+  virtual double timeout_s() const = 0;
+  virtual void set_timeout_s(double timeout_s) = 0;
 
   // In the order of calls, in the calling thread.
-  void run(const Collective& collective);
+  virtual void run(const Collective& collective) = 0;
   // In the order of calls, on this communicator's worker thread. The memory must stay until the
   // request has ended, or `keep_alive` must hold it.
-  std::shared_ptr<Request> start(Collective collective, std::shared_ptr<void> keep_alive);
+  virtual std::shared_ptr<Request> start(Collective collective,
+                                         std::shared_ptr<void> keep_alive) = 0;
+
+  // Any thread, at once: messages do not wait for collectives.
+  virtual void send(const Buffer& buffer, int destination, int64_t tag) = 0;
+  // Returns the source.
+  virtual int receive(const Buffer& buffer, int source, int64_t tag) = 0;
+
+  // Ends the group: every rank raises PeerError with this reason. Never throws.
+  virtual void fail(const std::string& reason) noexcept = 0;
 
   void all_reduce(const Buffer& buffer, ReduceOp op) {
     run({Operation::kAllReduce, op, 0, {}, buffer});
@@ -82,97 +92,6 @@ class ShmCommunicator {
     run({Operation::kBroadcastMany, ReduceOp::kSum, root, {}, {}, std::move(buffers)});
   }
   void barrier() { run({}); }
-
-  // Any thread, at once: messages do not wait for collectives.
-  void send(const Buffer& buffer, int destination, int64_t tag);
-  // Returns the source.
-  int receive(const Buffer& buffer, int source, int64_t tag);
-
- private:
-  class ByteList;
-
-  ShmCommunicator(std::shared_ptr<Board> board, const PayloadLayout& layout);
-
-  // communicator.cpp
-  void execute(const Collective& collective);
-  void execute_alone(const Collective& collective);
-  void transfer(const Collective& collective, const Call& call);
-  Call call_of(const Collective& collective) const;
-  std::string why_invalid(const Collective& collective, const Call& call) const;
-  [[noreturn]] void refuse(const Call& call, const std::string& reason);
-  void agree(const Call& call);
-  [[noreturn]] void raise_mismatch();
-  std::string describe_call_of(int r) const;
-  void publish_splits(const Collective& collective);
-  void check_splits();
-  bool all_in_arena() const;
-  void finish_reading(const Call& call);
-  void wait_until_nobody_writes(const Collective& collective) noexcept;
-  uint8_t* peer_memory(int r) const;
-
-  // communicator_eager.cpp
-  static size_t eager_nbytes(const Collective& collective, const Call& call);
-  void fill_eager(const Collective& collective, size_t nbytes);
-  void transfer_eager(const Collective& collective, size_t nbytes);
-  const uint8_t* eager_data(int r, size_t nbytes) const;
-
-  // communicator_direct.cpp
-  bool transfer_direct(const Collective& collective, const Call& call);
-  void all_reduce_direct(const Collective& collective, const Call& call);
-  int64_t claim_chunk(int64_t num_chunks);
-  int64_t claim_of_run(int r, int64_t num_chunks);
-  void reduce_chunk(const Collective& collective, int64_t begin, int64_t num_elements);
-  void all_to_all_direct(const Collective& collective);
-
-  // communicator_staged.cpp
-  struct StagedPlan;
-  template <class Fill, class Combine, class Collect>
-  void run_staged(const StagedPlan& plan, Fill&& fill, Combine&& combine, Collect&& collect);
-  void transfer_staged(const Collective& collective, const Call& call);
-  void all_reduce_staged(const Collective& collective, const Call& call);
-  void reduce_scatter_staged(const Collective& collective, const Call& call);
-  void all_gather_staged(const Collective& collective, const Call& call);
-  void broadcast_staged(const Collective& collective, const Call& call);
-  void all_to_all_staged(const Collective& collective, const Call& call);
-
-  CallLine& line(int r) const {
-    return *reinterpret_cast<CallLine*>(board_->payload() + layout_.call(sequence_, r));
-  }
-  RankFlags& flags(int r) const {
-    return *reinterpret_cast<RankFlags*>(board_->payload() + layout_.flags(r));
-  }
-  // This call's splits of rank r: size_ of its input, then size_ of its output.
-  int64_t* splits(int r) const {
-    return reinterpret_cast<int64_t*>(board_->payload() + layout_.splits(sequence_, r));
-  }
-  uint8_t* slot(int64_t step, int r) const {
-    return board_->payload() + layout_.slot(static_cast<uint64_t>(step), r);
-  }
-  uint8_t* result(int64_t step, int r) const {
-    return board_->payload() + layout_.result(static_cast<uint64_t>(step), r);
-  }
-  void publish(std::atomic<uint64_t>& flag, uint64_t value) {
-    flag.store(value, std::memory_order_release);
-    board_->ring();
-  }
-  // Waits until every rank's flag (or only that of rank `only`) has reached the value.
-  void await(Counter RankFlags::* flag, uint64_t value, const Call& call,
-             int only = Board::kAnybody);
-
-  const std::shared_ptr<Board> board_;
-  const PayloadLayout layout_;
-  const int rank_;
-  const int size_;
-  PointToPoint messages_;
-
-  // Belongs to the operation whose turn it is. Equal on all ranks between operations.
-  uint64_t sequence_ = 0;      // of the current call
-  uint64_t staged_steps_ = 0;  // of all operations so far
-  uint64_t chunks_ = 0;        // claimed by all ranks in all direct all_reduces so far
-  std::vector<const void*> inputs_;
-  std::vector<void*> outputs_;
-
-  OperationQueue queue_;  // last: its worker ends first
 };
 
 }  // namespace pydist

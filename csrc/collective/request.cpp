@@ -2,8 +2,12 @@
 
 #include <signal.h>
 
+#include <algorithm>
 #include <chrono>
+#include <limits>
 
+#include "base/check.h"
+#include "base/clock.h"
 #include "base/fork.h"
 #include "base/interrupt.h"
 
@@ -30,11 +34,18 @@ class BlockSignals {
 
 }  // namespace
 
-void Request::wait() {
+void Request::wait() { wait(std::numeric_limits<double>::infinity()); }
+
+void Request::wait(double timeout_s) {
+  const double deadline_s = monotonic_s() + timeout_s;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!test()) {
     board_->check_process();
-    ended_.wait_for(lock, kSlice);
+    PYDIST_CHECK(monotonic_s() < deadline_s, TimeoutError, board_->describe(board_->rank()),
+                 " waited ", timeout_s, " s for ", description_,
+                 ", which goes on; wait longer, or look at what its peers do");
+    ended_.wait_for(lock, std::min<std::chrono::duration<double>>(
+                              kSlice, std::chrono::duration<double>(deadline_s - monotonic_s())));
     lock.unlock();
     try {
       check_interrupt();
@@ -48,9 +59,29 @@ void Request::wait() {
   if (error_) std::rethrow_exception(error_);
 }
 
-void Request::finish(std::exception_ptr error) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+void Request::on_end(std::function<void()> action) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!test()) {
+      at_end_.push_back(std::move(action));
+      return;
+    }
+  }
+  action();
+}
+
+// Actions run before the end is announced: what they set, whoever waits may rely on.
+void Request::finish(std::exception_ptr error, int source) {
+  std::unique_lock<std::mutex> lock(mutex_);
   error_ = std::move(error);
+  source_ = source;
+  while (!at_end_.empty()) {
+    const auto actions = std::move(at_end_);
+    at_end_.clear();
+    lock.unlock();
+    for (const auto& action : actions) action();
+    lock.lock();
+  }
   done_.store(true, std::memory_order_release);
   ended_.notify_all();
 }

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "transport/board.h"
 
@@ -28,18 +29,29 @@ class Request {
   // Returns once it has ended; raises what it raised, or what a signal handler raises (which fails
   // the group).
   void wait();
+  // The same, but raises TimeoutError if it has not ended after so many seconds; it goes on then.
+  void wait(double timeout_s);
+  // What an operation that has ended raised; null if nothing.
+  std::exception_ptr error() const { return error_; }
+  // `action` is called once, when the operation has ended: by the thread that ends it, before
+  // anybody's wait() returns, or here and now. It must not throw.
+  void on_end(std::function<void()> action);
+  // Of a receive that has ended: whose message it was.
+  int source() const { return source_; }
   const std::string& description() const { return description_; }
 
- private:
-  friend class OperationQueue;
-  void finish(std::exception_ptr error);
+  // For whoever carries the operation out.
+  void finish(std::exception_ptr error, int source = -1);
 
+ private:
   const std::shared_ptr<Board> board_;
   const std::string description_;
   std::mutex mutex_;
   std::condition_variable ended_;
   std::atomic<bool> done_{false};
   std::exception_ptr error_;
+  int source_ = -1;
+  std::vector<std::function<void()>> at_end_;
 };
 
 // Every operation draws a ticket when it is called, and runs when all earlier ones have ended:

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "check.h"
-#include "collective/communicator.h"
+#include "collective/shm_communicator.h"
 #include "collective/convert.h"
 #include "collective/reduce.h"
 #include "memory_store.h"

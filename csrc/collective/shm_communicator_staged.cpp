@@ -16,7 +16,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "collective/communicator.h"
+#include "collective/shm_communicator.h"
 #include "collective/stream_copy.h"
 
 namespace pydist {

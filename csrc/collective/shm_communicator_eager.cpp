@@ -2,7 +2,7 @@
 // is.
 #include <cstring>
 
-#include "collective/communicator.h"
+#include "collective/shm_communicator.h"
 
 namespace pydist {
 

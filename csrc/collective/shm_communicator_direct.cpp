@@ -21,7 +21,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "collective/communicator.h"
+#include "collective/shm_communicator.h"
 
 namespace pydist {
 

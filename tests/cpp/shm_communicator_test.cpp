@@ -1,6 +1,6 @@
 // The communicator with ranks as threads of one process; its pure parts alone. Made for the
 // sanitizers.
-#include "collective/communicator.h"
+#include "collective/shm_communicator.h"
 
 #include <cstring>
 #include <exception>

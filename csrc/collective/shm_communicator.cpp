@@ -1,4 +1,4 @@
-#include "collective/communicator.h"
+#include "collective/shm_communicator.h"
 
 #include <unistd.h>
 

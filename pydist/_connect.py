@@ -1,0 +1,46 @@
+"""Owns how the ranks of a group find each other: which of them share memory, and what they get."""
+
+import os
+from collections.abc import Callable
+
+from torch._C._distributed_c10d import PrefixStore
+
+from pydist import _C
+from pydist.errors import HostError, UsageError
+
+TRANSPORTS = ("shared_memory", "process_group")
+
+
+def connect(
+    store_prefix: Callable[[str], PrefixStore],
+    rank: int,
+    size: int,
+    timeout_s: float,
+    description: str,
+    global_ranks: list[int],
+) -> _C.Communicator | None:
+    """None where the ranks do not share memory, or must not use it. Collective.
+
+    `store_prefix` gives stores of fresh keys, by name; `description` is the group's.
+    """
+    forced = os.environ.get("PYDIST_TRANSPORT", "")
+    if forced and forced not in TRANSPORTS:
+        raise UsageError(
+            f"PYDIST_TRANSPORT is {forced!r}; expected one of {', '.join(TRANSPORTS)}, or unset"
+        )
+    if forced == "process_group":
+        return None
+    name = "the default group" if description == "default_pg" else f"group {description!r}"
+    try:
+        return _C.Communicator(
+            store=store_prefix("communicator"),
+            rank=rank,
+            size=size,
+            timeout_s=timeout_s,
+            name=name,
+            global_ranks=global_ranks,
+        )
+    except HostError:
+        if forced:
+            raise
+        return None
