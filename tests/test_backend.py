@@ -43,9 +43,9 @@ def all_values(world_size: int, size: int, dtype: torch.dtype = torch.float32) -
 def check(found: Tensor, expected: Tensor) -> None:
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
-    assert bytes(found.flatten().clone().view(torch.uint8)) == bytes(
-        expected.flatten().clone().view(torch.uint8)
-    )
+    pair = torch.empty(2, *expected.shape, dtype=expected.dtype)
+    pair[0], pair[1] = found, expected
+    assert torch.equal(*pair.flatten().view(torch.uint8).view(2, -1))
 
 
 def strided(tensor: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def both_ways(start: Callable[[bool], Any]) -> None:
     assert work.is_success()
 
 
-# -- values ------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 def reduce_everything(rank: int, world_size: int) -> None:

@@ -28,7 +28,7 @@ def backend_of(group: dist.ProcessGroup | None = None) -> _C.Backend:
     return backend
 
 
-# -- works and futures -------------------------------------------------------------------------------
+# -- works and futures -----------------------------------------------------------------------------
 
 
 def futures(rank: int, world_size: int) -> None:
@@ -80,7 +80,7 @@ def test_sequence_numbers() -> None:
     run(2, sequence_numbers)
 
 
-# -- groups ------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 def subgroups(rank: int, world_size: int) -> None:
@@ -181,7 +181,7 @@ def test_groups_can_be_made_again() -> None:
         outcome.result()
 
 
-# -- counters ----------------------------------------------------------------------------------------
+# -- counters --------------------------------------------------------------------------------------
 
 
 def counters(rank: int, world_size: int) -> None:
@@ -233,7 +233,7 @@ def test_counters() -> None:
         outcome.result()
 
 
-# -- what else uses such groups ----------------------------------------------------------------------
+# -- what else uses such groups --------------------------------------------------------------------
 
 
 def nothing_of_gloo(rank: int, world_size: int) -> None:

@@ -1,5 +1,6 @@
 #include "backend/plan.h"
 
+#include <ATen/TensorIterator.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
@@ -50,6 +51,21 @@ Buffer buffer_over(const std::vector<at::Tensor>& tensors) {
     buffer.num_elements += buffer_of(tensors[i], Arithmetic::kNone).num_elements;
   }
   return buffer;
+}
+
+// Without threads of torch's: a communicator's worker would get a team of its own, which waits
+// busily, and in a forked process may not start.
+void copy_alone(const at::Tensor& target, const at::Tensor& source) {
+  if (target.numel() < at::internal::GRAIN_SIZE) {
+    target.copy_(source);
+    return;
+  }
+  int64_t dim = 0;
+  while (target.size(dim) == 1) ++dim;
+  const int64_t half = target.size(dim) / 2;
+  const int64_t rest = target.size(dim) - half;
+  copy_alone(target.narrow(dim, 0, half), source.narrow(dim, 0, half));
+  copy_alone(target.narrow(dim, half, rest), source.narrow(dim, half, rest));
 }
 
 }  // namespace
@@ -118,7 +134,7 @@ void Plan::copy_later(const at::Tensor& tensor, const at::Tensor& source) {
 // autograd, as where the engine writes by itself.
 void Plan::copy_back() {
   const at::AutoDispatchBelowADInplaceOrView plain_kernels;
-  for (const auto& [tensor, source] : copies_) tensor.copy_(source.view(tensor.sizes()));
+  for (const auto& [tensor, source] : copies_) copy_alone(tensor, source.view(tensor.sizes()));
   copies_.clear();
 }
 
