@@ -65,6 +65,7 @@ void bind_backend(py::module_& module) {
       .def(py::init(&make_backend), py::arg("communicator"), py::arg("global_ranks"),
            py::arg("group_name"), py::arg("split"))
       .def_property_readonly("communicator", &Backend::communicator)
+      .def_property_readonly("options", &Backend::getBackendOptions)
       .def("counts", &counts,
            "Calls and bytes of this rank, by operation, since the group was made.");
 }

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from pydist import _C
 from pydist._connect import connect
+from pydist._torch_groups import forced_time_limit_s
 from pydist.errors import HostError
 
 NAME = "pydist"
@@ -51,7 +52,7 @@ def _make(
         _fresh_stores(store, size),
         rank,
         size,
-        timeout / timedelta(seconds=1),
+        forced_time_limit_s() or timeout / timedelta(seconds=1),
         description,
         global_ranks,
     )

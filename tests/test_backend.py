@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import pydist
 from ranks import get_pool
 
 Op = dist.ReduceOp
@@ -265,3 +266,25 @@ def barriers(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_barriers(world_size: int) -> None:
     run(world_size, barriers)
+
+
+def sum_sparse(rank: int, world_size: int) -> None:
+    for wait in (False, True):
+        indices = torch.arange(rank + 1)[None]  # of another number on each rank
+        tensor = torch.sparse_coo_tensor(indices, torch.ones(rank + 1, 2), (world_size, 2))
+        work = dist.all_reduce(tensor, async_op=wait)
+        if wait:
+            work.wait()
+        expected = torch.tensor([[float(world_size - row)] * 2 for row in range(world_size)])
+        check(tensor.to_dense(), expected)
+    empty = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), torch.empty(0), (5,))
+    dist.all_reduce(empty)
+    check(empty.to_dense(), torch.zeros(5))
+    with pytest.raises(pydist.UsageError, match="can only be summed"):
+        dist.all_reduce(empty, Op.MAX)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_sparse_sums(world_size: int) -> None:
+    run(world_size, sum_sparse)

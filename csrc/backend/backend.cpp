@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "base/check.h"
-#include "base/python_boundary.h"
+#include "transport/wait_limit.h"
 
 namespace pydist {
 
@@ -74,17 +74,19 @@ Backend::WorkPointer Backend::launch(Plan plan, const How& how,
     plan.steps = {invalid(why)};
     plan.forget_copies();
   }
+  // Of a call's own limit, the engine's waits know in the calling thread; else only wait() does.
+  const bool limited = how.timeout.count() > 0 && how.timeout != options_->timeout;
   const bool refused = !plan.steps.empty() && plan.steps[0].operation == Operation::kInvalid;
   auto work = c10::make_intrusive<Work>(communicator_, std::move(plan), ++sequence_);
-  const bool limited = how.timeout.count() > 0 && how.timeout != options_->timeout;
-  if (refused || (!how.async_op && !limited)) {
+  if (refused || !how.async_op) {
+    std::optional<WaitLimit> limit;
+    if (limited) limit.emplace(seconds_of(how.timeout));
     work->run([&] {
       for (const Collective& step : work->plan().steps) communicator_->run(step);
     });
     return work;
   }
   start(work, limited ? seconds_of(how.timeout) : std::numeric_limits<double>::infinity());
-  if (!how.async_op) work->wait();
   return work;
 }
 

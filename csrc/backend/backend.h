@@ -7,6 +7,7 @@
 //   backend.cpp           how plans run; the group itself
 //   backend_gather.cpp    collectives that move tensors
 //   backend_reduce.cpp    those that reduce them
+//   backend_sparse.cpp    sums of sparse tensors
 //   backend_messages.cpp  send and recv, and barriers
 #pragma once
 
@@ -53,6 +54,7 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                           const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
+  void enableCollectivesTiming() override {}  // as with Gloo
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   WorkPointer endCoalescing() override;
@@ -84,6 +86,8 @@ class Backend final : public c10d::Backend {
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPointer allreduce_coalesced(Tensors& tensors,
                                   const c10d::AllreduceCoalescedOptions& options) override;
+  // For tensors of layout sparse; allreduce() sends them here.
+  WorkPointer allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
   WorkPointer reduce_scatter(Tensors& outputs, TensorLists& inputs,
                              const c10d::ReduceScatterOptions& options) override;
@@ -113,6 +117,9 @@ class Backend final : public c10d::Backend {
   void follow(const c10::intrusive_ptr<Work>& work, std::vector<std::shared_ptr<Request>> requests,
               double timeout_s);
   WorkPointer start_message(Plan plan, bool sends, const at::Tensor& tensor, int peer, int tag);
+  // outputs[r] becomes rank r's input; their sizes may differ.
+  static void add_all_gather(Plan& plan, const Tensors& outputs, const at::Tensor& input);
+  std::vector<int64_t> exchange_counts(const at::Tensor& tensor);
   // Raises UsageError unless there is one tensor.
   static const at::Tensor& only(const Tensors& tensors);
   void check_root(int64_t root) const;

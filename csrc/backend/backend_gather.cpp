@@ -66,7 +66,7 @@ std::vector<int64_t> splits_of_rows(const at::Tensor& tensor, const std::vector<
   return splits;
 }
 
-void add_all_gather(Plan& plan, const at::Tensor& output, const at::Tensor& input, int size) {
+void add_gather_into(Plan& plan, const at::Tensor& output, const at::Tensor& input, int size) {
   PYDIST_CHECK(output.scalar_type() == input.scalar_type(), UsageError,
                "output tensor must have the same type as input tensor: ", output.scalar_type(),
                " and ", input.scalar_type());
@@ -79,7 +79,9 @@ void add_all_gather(Plan& plan, const at::Tensor& output, const at::Tensor& inpu
   plan.outputs.push_back(output);
 }
 
-void add_all_gather(Plan& plan, const std::vector<at::Tensor>& outputs, const at::Tensor& input) {
+}  // namespace
+
+void Backend::add_all_gather(Plan& plan, const Tensors& outputs, const at::Tensor& input) {
   check_types(outputs, input);
   plan.outputs.insert(plan.outputs.end(), outputs.begin(), outputs.end());
   if (equal_sizes(outputs)) {
@@ -96,8 +98,6 @@ void add_all_gather(Plan& plan, const std::vector<at::Tensor>& outputs, const at
   step.output_splits = splits_of(outputs);
   plan.steps.push_back(std::move(step));
 }
-
-}  // namespace
 
 Backend::WorkPointer Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   Plan plan(c10d::OpType::BROADCAST, "pydist:broadcast");
@@ -128,7 +128,7 @@ Backend::WorkPointer Backend::_allgather_base(at::Tensor& output, at::Tensor& in
   Plan plan(c10d::OpType::_ALLGATHER_BASE, "pydist:_all_gather_base");
   plan.inputs = {input};
   return launch(std::move(plan), {options.timeout, is_async(options)},
-                [&](Plan& plan) { add_all_gather(plan, output, input, getSize()); });
+                [&](Plan& plan) { add_gather_into(plan, output, input, getSize()); });
 }
 
 // outputs[r][i] is rank r's inputs[i].
@@ -161,7 +161,7 @@ Backend::WorkPointer Backend::allgather_into_tensor_coalesced(
                  "requires input/output tensor lists to have the same length, found ",
                  inputs.size(), " and ", outputs.size());
     for (size_t i = 0; i < inputs.size(); ++i) {
-      add_all_gather(plan, outputs[i], inputs[i], getSize());
+      add_gather_into(plan, outputs[i], inputs[i], getSize());
     }
   });
 }

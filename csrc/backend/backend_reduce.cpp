@@ -75,6 +75,7 @@ void add_reduce_scatter(Plan& plan, const at::Tensor& output, const std::vector<
 }  // namespace
 
 Backend::WorkPointer Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
   Plan plan(c10d::OpType::ALLREDUCE, "pydist:all_reduce");
   plan.inputs = tensors;
   return launch(std::move(plan), {options.timeout, is_async(options)},

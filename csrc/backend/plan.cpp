@@ -136,6 +136,8 @@ void Plan::copy_back() {
   const at::AutoDispatchBelowADInplaceOrView plain_kernels;
   for (const auto& [tensor, source] : copies_) copy_alone(tensor, source.view(tensor.sizes()));
   copies_.clear();
+  if (later_) later_();
+  later_ = nullptr;
 }
 
 }  // namespace pydist

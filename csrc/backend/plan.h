@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
@@ -24,7 +25,7 @@ class Plan {
   // The tensor's memory, or that of a stand-in with its values, which are copied back at the end.
   Buffer write(const at::Tensor& tensor, Arithmetic arithmetic = Arithmetic::kNone);
   // The same where all of it will be written: a stand-in need not have its values.
-  Buffer write_whole(const at::Tensor& tensor) { return write(tensor); }
+  Buffer write_whole(const at::Tensor& tensor) { return write_all({tensor}); }
   // The values of tensors of one type, one after the other.
   Buffer read_all(const std::vector<at::Tensor>& tensors,
                   Arithmetic arithmetic = Arithmetic::kNone);
@@ -39,6 +40,8 @@ class Plan {
   void keep(const at::Tensor& tensor) { kept_.push_back(tensor); }
 
   void forget_copies() { copies_.clear(); }
+  // After the copies.
+  void do_later(std::function<void()> action) { later_ = std::move(action); }
   // After the steps have ended well.
   void copy_back();
 
@@ -51,6 +54,7 @@ class Plan {
  private:
   std::vector<at::Tensor> kept_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // target, source
+  std::function<void()> later_ = nullptr;
 };
 
 }  // namespace pydist
