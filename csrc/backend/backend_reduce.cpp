@@ -128,7 +128,7 @@ Backend::WorkPointer Backend::_reduce_scatter_base(at::Tensor& output, at::Tenso
 
 Backend::WorkPointer Backend::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  Plan plan(c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "pydist:reduce_scatter_coalesced");
+  Plan plan(c10d::OpType::COALESCED, "pydist:reduce_scatter_coalesced");
   plan.inputs = inputs;
   return launch(std::move(plan), {options.timeout, is_async(options)}, [&](Plan& plan) {
     PYDIST_CHECK(outputs.size() == inputs.size(), UsageError,

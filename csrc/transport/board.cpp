@@ -161,7 +161,7 @@ void Board::wait_slowly(const std::function<int()>& awaited,
       if (awaited() == kNobody) return;
       raise_dead(dead, operation);
     }
-    if (!endless && waited_s >= limit_s) raise_timeout(missing, limit_s, operation);
+    if (!endless && waited_s >= limit_s) raise_timeout(missing, operation);
   }
 }
 
@@ -239,11 +239,10 @@ void Board::raise_failed(const std::function<std::string()>& operation) {
                          options_.remedy));
 }
 
-void Board::raise_timeout(int missing, double limit_s,
-                          const std::function<std::string()>& operation) {
+void Board::raise_timeout(int missing, const std::function<std::string()>& operation) {
   const std::string whom = missing == kAnybody ? std::string("its peers") : describe(missing);
-  const std::string text =
-      concat(describe(rank()), " waited ", limit_s, " s for ", whom, " in ", operation());
+  const std::string text = concat(describe(rank()), " waited ", WaitLimit::or_else(timeout_s()),
+                                  " s for ", whom, " in ", operation());
   if (options_.waits_fail_group) fail(text);
   throw TimeoutError(concat(text, "; is that rank still running, and does it make the same calls? ",
                             "(the limit is the group's timeout, or PYDIST_TIMEOUT_S)"));

@@ -84,9 +84,9 @@ class Board {
   // kAnybody where any peer's death would mean waiting in vain. It is called often, but never again
   // once it has returned kNobody: it may take what it finds. Spins, yields, then sleeps in slices.
   // Raises PeerError when a peer has died or the group has failed, TimeoutError (and fails the
-  // group, so that all peers raise) after timeout_s() or the thread's own limit (wait_limit.h), and
-  // what a signal handler raises (fails the group too; see BoardOptions::waits_fail_group).
-  // `operation` is called only to word an error, such as "all_reduce of 1024 float32".
+  // group, so that all peers raise) after timeout_s(), and what a signal handler raises (fails the
+  // group too; see BoardOptions::waits_fail_group). `operation` is called only to word an error,
+  // such as "all_reduce of 1024 float32".
   template <class Awaited, class Describe>
   void wait(Awaited&& awaited, Describe&& operation) {
     if (awaited() == kNobody) return;
@@ -134,8 +134,7 @@ class Board {
   int dead_rank(int missing, bool thoroughly) const;
   [[noreturn]] void raise_dead(int r, const std::function<std::string()>& operation);
   [[noreturn]] void raise_failed(const std::function<std::string()>& operation);
-  [[noreturn]] void raise_timeout(int missing, double limit_s,
-                                  const std::function<std::string()>& operation);
+  [[noreturn]] void raise_timeout(int missing, const std::function<std::string()>& operation);
 
   BoardOptions options_;
   std::vector<std::shared_ptr<Peer>> peers_;
