@@ -74,7 +74,7 @@ Backend::WorkPointer Backend::allreduce_sparse(Tensors& tensors,
     add_all_gather(plan, indices, tensor._indices());
     add_all_gather(plan, values, tensor._values());
     plan.outputs = tensors;
-    plan.do_later([target = tensors[0].detach(), indices, values] {
+    plan.do_later([target = tensors[0], indices, values] {
       const at::Tensor all = at::sparse_coo_tensor(at::cat(indices, 1), at::cat(values, 0),
                                                    target.sizes(), target.options());
       target.copy_(all.coalesce());

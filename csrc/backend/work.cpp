@@ -76,16 +76,14 @@ void Ending::await_future() {
   if (future) future->wait();
 }
 
+// Torch raises it again whenever somebody asks, as a RuntimeError: an exception of Python could be
+// raised but once.
 void Ending::complete(const c10::intrusive_ptr<c10::ivalue::Future>& future,
                       const std::vector<at::Tensor>& outputs, const std::exception_ptr& error) {
-  if (!error) {
+  if (error) {
+    future->setError(error);
+  } else {
     future->markCompleted(c10::IValue(outputs));
-    return;
-  }
-  try {
-    rethrow_through_torch(error);
-  } catch (...) {
-    future->setError(std::current_exception());
   }
 }
 
