@@ -1,6 +1,9 @@
 // The backend of torch.distributed as Python sees it: a subclass of torch's own.
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
+#include <string>
+
 #include "backend/backend.h"
 #include "bindings.h"
 #include "collective/communicator.h"
@@ -41,18 +44,23 @@ c10::intrusive_ptr<Backend> make_backend(std::shared_ptr<Communicator> communica
 
 py::dict counts(const Backend& backend) {
   const CommunicatorCounts counts = backend.communicator()->counts();
-  py::dict dict;
-  const auto add = [&dict](const char* name, const OperationCount& count) {
-    py::dict entry;
-    entry["calls"] = count.calls;
-    entry["nbytes"] = count.nbytes;
-    dict[name] = entry;
+  std::map<std::string, OperationCount> by_name;  // two operations are called broadcast
+  const auto add = [&by_name](const char* name, const OperationCount& count) {
+    by_name[name].calls += count.calls;
+    by_name[name].nbytes += count.nbytes;
   };
   for (size_t i = 1; i < kNumOperations; ++i) {  // 0 is a call that came no further
     add(operation_name(static_cast<Operation>(i)), counts.collectives[i]);
   }
   add("send", counts.sent);
   add("recv", counts.received);
+  py::dict dict;
+  for (const auto& [name, count] : by_name) {
+    py::dict entry;
+    entry["calls"] = count.calls;
+    entry["nbytes"] = count.nbytes;
+    dict[py::str(name)] = entry;
+  }
   return dict;
 }
 

@@ -127,7 +127,7 @@ def test_split() -> None:
 def timeouts_of_groups(rank: int, world_size: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=17))
     assert backend_of(group).options._timeout == timedelta(seconds=17)
-    backend_of(group)._set_default_timeout(timedelta(seconds=3))
+    backend_of(group).set_timeout(timedelta(seconds=3))
     assert backend_of(group).options._timeout == timedelta(seconds=3)
 
 
