@@ -108,7 +108,13 @@ class HostsPlan {
   int64_t slice_elements(int64_t t) const {
     return align(divide_up(share_elements(segment(t)), num_hosts_));
   }
-  int64_t most_slice_elements() const { return slice_elements(0); }
+  // What one rank sends at first, and what it receives for that.
+  int64_t sent_elements(int64_t t) const {
+    return adds_everywhere(t) ? share_elements(segment(t)) : slice_elements(t) * num_hosts_;
+  }
+  int64_t received_elements(int64_t t) const {
+    return adds_everywhere(t) ? sent_elements(t) * num_hosts_ : sent_elements(t);
+  }
   // True where all hosts send each other all of a share, and each adds it up. Between two hosts
   // that is what slices would come to anyway: as many bytes, but one exchange instead of two.
   bool adds_everywhere(int64_t t) const {
