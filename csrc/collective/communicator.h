@@ -12,6 +12,7 @@
 
 #include "collective/buffer.h"
 #include "collective/call.h"
+#include "collective/monitored_barrier.h"
 #include "collective/request.h"
 
 namespace pydist {
@@ -63,6 +64,9 @@ struct CommunicatorCounts {
 class Communicator {
  public:
   static constexpr int kAnySource = -1;
+  // Tags below 0 are the engine's own. Their messages are not counted, and nobody minds if the
+  // source of one that is only started dies.
+  static constexpr int64_t kMonitoredBarrierTag = -1;
 
   virtual ~Communicator() = default;
   virtual int rank() const = 0;
@@ -91,12 +95,12 @@ class Communicator {
   // stay until the request has ended, or `keep_alive` must hold it. A sent message's memory may
   // change then. Request::source() is the source of a received one.
   virtual std::shared_ptr<Request> start_send(const Buffer& buffer, int destination, int64_t tag,
-                                              std::shared_ptr<void> keep_alive);
+                                              std::shared_ptr<void> keep_alive) = 0;
   virtual std::shared_ptr<Request> start_receive(const Buffer& buffer, int source, int64_t tag,
-                                                 std::shared_ptr<void> keep_alive);
+                                                 std::shared_ptr<void> keep_alive) = 0;
 
   // Of this rank, since the communicator was made.
-  virtual CommunicatorCounts counts() const { return {}; }
+  virtual CommunicatorCounts counts() const = 0;
 
   // Ends the group: every rank raises PeerError with this reason. Never throws.
   virtual void fail(const std::string& reason) noexcept = 0;
@@ -120,18 +124,11 @@ class Communicator {
 
   // A barrier for finding out who does not come: rank 0 hears from every rank, then answers. Where
   // some do not come within timeout_s, rank 0 raises TimeoutError that names all of them (without
-  // wait_all_ranks: the first), and so do the ranks that came. The group stays usable. See
-  // monitored_barrier.cpp.
+  // wait_all_ranks: the first), and so do the ranks that came. The group stays usable.
   void monitored_barrier(double timeout_s, bool wait_all_ranks);
-};
 
-inline std::shared_ptr<Request> Communicator::start_send(const Buffer&, int, int64_t,
-                                                         std::shared_ptr<void>) {
-  throw UsageError("this communicator has no asynchronous messages");
-}
-inline std::shared_ptr<Request> Communicator::start_receive(const Buffer&, int, int64_t,
-                                                            std::shared_ptr<void>) {
-  throw UsageError("this communicator has no asynchronous messages");
-}
+ private:
+  MonitoredBarrier monitored_barrier_;
+};
 
 }  // namespace pydist
