@@ -85,7 +85,8 @@ class Engine:
         self.operations: Operations = self.communicator or self._group_operations(group)
         self._device_communicators: dict[int, _C.NcclCommunicator] = {}
         self._equal_kinds: set[tuple[object, ...]] = set()  # of tensors broadcast on devices
-        self.transport = TRANSPORTS[0] if self.communicator is not None else TRANSPORTS[1]
+        # "shared_memory", "hosts" or "process_group".
+        self.transport = TRANSPORTS[1] if self.communicator is None else self.communicator.transport
         self._group = weakref.ref(group)
         self._retired: list[dist.ProcessGroup] = []
         self._side_operations: SideOperations | None = None
