@@ -13,6 +13,7 @@
 #include "bindings.h"
 #include "bucket/device_round.h"
 #include "bucket/hook_round.h"
+#include "bucket/host_round.h"
 #include "bucket/pack.h"
 #include "bucket/process_group_round.h"
 #include "bucket/reducer.h"
@@ -89,6 +90,7 @@ ReducerOptions reducer_options(const py::dict& settings) {
     options.layout.alone_nbytes = std::min(kDeviceAloneNbytes, options.layout.caps_nbytes.back());
   }
   options.reduces_alone = settings.contains("reduces_alone");
+  if (!settings["hosts"].is_none()) options.wire.reset();  // gradients narrow between hosts alone
   return options;
 }
 
@@ -99,11 +101,13 @@ std::unique_ptr<c10d::CommHookInterface> make_comm_hook(const py::dict& settings
   return std::make_unique<c10d::PythonCommHook>(state, hook);
 }
 
-// How ranks reach each other: over a device, through a process group, or through shared memory.
+// How ranks reach each other: over a device, over several hosts, through a process group, or
+// through shared memory.
 struct Transport {
   std::shared_ptr<NcclCommunicator> communicator;  // may be null
   Algorithm algorithm = Algorithm::kAuto;
   WireType wire = WireType::kSame;
+  std::shared_ptr<HostsCommunicator> hosts;  // may be null
   std::optional<c10::intrusive_ptr<c10d::ProcessGroup>> group;
   BoardOptions board;
 };
@@ -116,6 +120,10 @@ std::unique_ptr<Round> make_round(Transport transport, c10::intrusive_ptr<c10d::
     return std::make_unique<DeviceRound>(transport.communicator, std::move(all_reduce),
                                          wrap_c10d_store(std::move(store)), device, transport.wire,
                                          std::move(plan));
+  }
+  if (transport.hosts != nullptr) {
+    return std::make_unique<HostRound>(std::move(transport.hosts), unit_type(transport.wire),
+                                       std::move(plan));
   }
   if (transport.group) {
     return std::make_unique<ProcessGroupRound>(*transport.group, wrap_c10d_store(std::move(store)),
@@ -137,6 +145,12 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
   Transport transport;
   if (!settings["communicator"].is_none()) {
     transport.communicator = settings["communicator"].cast<std::shared_ptr<NcclCommunicator>>();
+  }
+  if (!settings["hosts"].is_none()) {
+    transport.hosts = std::dynamic_pointer_cast<HostsCommunicator>(
+        settings["hosts"].cast<std::shared_ptr<Communicator>>());
+    PYDIST_CHECK(transport.hosts, UsageError,
+                 "a reducer over hosts needs a communicator over them");
   }
   transport.algorithm = algorithm(settings["algorithm"].cast<std::string>());
   transport.wire = wire_type(settings["wire_dtype"]);
