@@ -1,4 +1,4 @@
-"""Owns the run of DataParallel's tests over a transport that conftest.py has none of."""
+"""Owns the run of tests over a transport that conftest.py has none of."""
 
 import importlib
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def tests_of(modules: Sequence[str], left_out: AbstractSet[str]) -> dict[str, Any]:
-    """By new names, the tests of test_data_parallel_<module> that take the fixture `transport`.
+    """By new names, the tests of test_<module> that take the fixture `transport`.
 
     `left_out`: names of tests, without "test_"; each of them must exist.
     """
@@ -19,7 +19,7 @@ def tests_of(modules: Sequence[str], left_out: AbstractSet[str]) -> dict[str, An
 
 def _tests_of(modules: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for module in modules:
-        for name, value in vars(importlib.import_module(f"test_data_parallel_{module}")).items():
+        for name, value in vars(importlib.import_module(f"test_{module}")).items():
             code = getattr(value, "__code__", None)
             arguments = code.co_varnames[: code.co_argcount] if code else ()
             if name.startswith("test_") and "transport" in arguments:

@@ -4,6 +4,7 @@ Tests that take the fixture `transport` are run again, with ranks whose tensors 
 """
 
 import dataclasses
+
 import pytest
 
 from conftest import Transport
@@ -50,4 +51,4 @@ def transport() -> Transport:
     return OnDevice("nccl")
 
 
-globals().update(tests_of(MODULES, ELSEWHERE))
+globals().update(tests_of([f"data_parallel_{module}" for module in MODULES], ELSEWHERE))

@@ -1,4 +1,4 @@
-"""Owns the run of DataParallel's tests over hosts: what holds on one holds on several.
+"""Owns the run of training's tests over hosts: what holds on one holds on several.
 
 Tests that take the fixture `transport` are run again, with ranks that believe to be on two hosts.
 """
@@ -12,21 +12,24 @@ from other_transports import tests_of
 from ranks import HOSTS
 
 MODULES = [
-    "buffers",
-    "changes",
-    "delayed",
-    "equality",
-    "failures",
-    "gradients",
-    "hooks",
-    "join",
-    "mixed_precision",
-    "modules",
-    "no_sync",
-    "skip_unused",
-    "sparse",
-    "unused",
-    "verification",
+    "data_parallel_buffers",
+    "data_parallel_changes",
+    "data_parallel_delayed",
+    "data_parallel_equality",
+    "data_parallel_failures",
+    "data_parallel_gradients",
+    "data_parallel_hooks",
+    "data_parallel_join",
+    "data_parallel_mixed_precision",
+    "data_parallel_modules",
+    "data_parallel_no_sync",
+    "data_parallel_skip_unused",
+    "data_parallel_sparse",
+    "data_parallel_unused",
+    "data_parallel_verification",
+    "pipeline_hybrid",
+    "stage_reduction",
+    "sync_batchnorm",
 ]
 
 
