@@ -109,6 +109,11 @@ std::string why_invalid(const Collective& collective, int rank, int size) {
   return "";
 }
 
+bool works_in_place(Operation operation) {
+  return operation == Operation::kAllReduce || operation == Operation::kReduce ||
+         operation == Operation::kBroadcast;
+}
+
 uint64_t layout_hash(const std::vector<Buffer>& buffers) {
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
   for (const Buffer& buffer : buffers) {

@@ -64,6 +64,7 @@ void HostsCommunicator::execute(const Collective& collective) {
   watch_.begin();
   try {
     execute_together(collective, operation);
+    counters_.add(collective);
     watch_.end();
   } catch (const MismatchError&) {  // known to all ranks
     watch_.end();
@@ -142,6 +143,7 @@ std::string HostsCommunicator::describe_message(const Buffer& buffer, int64_t ta
 
 void HostsCommunicator::send(const Buffer& buffer, int destination, int64_t tag) {
   messages(buffer, tag, "send", destination).send(buffer, destination, tag);
+  if (tag >= 0) message_counters_->sent.add(buffer.nbytes());
 }
 
 std::shared_ptr<Request> HostsCommunicator::start_send(const Buffer& buffer, int destination,
@@ -157,6 +159,11 @@ std::shared_ptr<Request> HostsCommunicator::start_receive(const Buffer& buffer, 
                                                           std::shared_ptr<void> keep_alive) {
   HostsMessages& carrier = messages(buffer, tag, "recv", source);
   auto request = make_request(describe_message(buffer, tag, "recv", source));
+  if (tag >= 0) {
+    request->on_end([counters = message_counters_, nbytes = buffer.nbytes(), it = request.get()] {
+      if (!it->error()) counters->received.add(nbytes);
+    });
+  }
   carrier.receive(buffer, source, tag, std::move(keep_alive), request);
   return request;
 }
@@ -173,6 +180,14 @@ int HostsCommunicator::receive(const Buffer& buffer, int source, int64_t tag) {
     throw TimeoutError(text + "; is that rank still running, and does it send with this tag?");
   }
   return request->source();
+}
+
+CommunicatorCounts HostsCommunicator::counts() const {
+  CommunicatorCounts counts;
+  counters_.read(counts);
+  counts.sent = message_counters_->sent.read();
+  counts.received = message_counters_->received.read();
+  return counts;
 }
 
 std::shared_ptr<Request> HostsCommunicator::make_request(std::string description) const {

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "collective/call.h"
+#include "collective/call_counters.h"
 #include "collective/communicator.h"
 #include "collective/hosts_block.h"
 #include "collective/hosts_messages.h"
@@ -64,9 +65,14 @@ class HostsCommunicator final : public Communicator {
                                       std::shared_ptr<void> keep_alive) override;
   std::shared_ptr<Request> start_receive(const Buffer& buffer, int source, int64_t tag,
                                          std::shared_ptr<void> keep_alive) override;
+  CommunicatorCounts counts() const override;
   void fail(const std::string& reason) noexcept override;
 
  private:
+  // Shared with receives that are under way.
+  struct MessageCounters {
+    CallCounter sent, received;
+  };
   using Describe = std::function<std::string()>;
 
   // hosts_communicator.cpp
@@ -84,13 +90,13 @@ class HostsCommunicator final : public Communicator {
   void take_small(const Collective& collective);
   void reduce_small(const Collective& collective);
   void reduce_to_root(const Collective& collective, const Describe& operation);
-  void broadcast(const Buffer& buffer, int root, const Describe& operation);
-  void broadcast_many(const Collective& collective, const Describe& operation);
-  void reduce_scatter(const Collective& collective, const Describe& operation);
-  void all_gather(const Collective& collective, const Describe& operation);
-  void gather(const Collective& collective, const Describe& operation);
-  void scatter(const Collective& collective, const Describe& operation);
-  void all_to_all(const Collective& collective, const Describe& operation);
+  void carry_broadcast(const Buffer& buffer, int root, const Describe& operation);
+  void carry_broadcast_many(const Collective& collective, const Describe& operation);
+  void carry_reduce_scatter(const Collective& collective, const Describe& operation);
+  void carry_all_gather(const Collective& collective, const Describe& operation);
+  void carry_gather(const Collective& collective, const Describe& operation);
+  void carry_scatter(const Collective& collective, const Describe& operation);
+  void carry_all_to_all(const Collective& collective, const Describe& operation);
   void check_splits(const Collective& collective, const Describe& operation);
   SharedBytes exchange(const void* sent, std::vector<int64_t> sent_nbytes,
                        std::vector<int64_t> received_nbytes, const Describe& operation);
@@ -108,6 +114,8 @@ class HostsCommunicator final : public Communicator {
   uint64_t sequence_ = 0;                    // of the current call
   std::vector<uint8_t> blocks_;              // of its meeting, by rank
   std::unique_ptr<HostsMessages> messages_;  // may be null
+  CallCounters counters_;
+  const std::shared_ptr<MessageCounters> message_counters_ = std::make_shared<MessageCounters>();
   HostsWatch watch_;
   std::unique_ptr<OperationQueue> queue_;  // ends first
 };

@@ -13,6 +13,14 @@ namespace {
 constexpr double kReason_s = 0.5;  // for the reason of a rank whose connections have broken
 constexpr useconds_t kSleep_us = 5000;
 
+// Networks that are left behind, for as long as the process lives.
+void keep_for_ever(std::shared_ptr<Network> network) {
+  static std::mutex mutex;
+  static auto* const kept = new std::vector<std::shared_ptr<Network>>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  kept->push_back(std::move(network));
+}
+
 }  // namespace
 
 void HostsCommunicator::fail(const std::string& reason) noexcept {
@@ -101,7 +109,7 @@ std::string HostsCommunicator::describe_ranks(const std::vector<int>& ranks) con
 // What is under way may never end, and whoever ended the network would wait for it.
 void HostsCommunicator::leave_network() noexcept {
   for (std::shared_ptr<Network>* network : {&team_.lane, &team_.flat}) {
-    if (*network != nullptr) new std::shared_ptr<Network>(std::move(*network));
+    if (*network != nullptr) keep_for_ever(std::move(*network));
   }
 }
 

@@ -37,19 +37,19 @@ void HostsCommunicator::transfer(const Collective& collective, const Describe& o
     case Operation::kReduce:
       return reduce_to_root(collective, operation);
     case Operation::kReduceScatter:
-      return reduce_scatter(collective, operation);
+      return carry_reduce_scatter(collective, operation);
     case Operation::kAllGather:
-      return all_gather(collective, operation);
+      return carry_all_gather(collective, operation);
     case Operation::kGather:
-      return gather(collective, operation);
+      return carry_gather(collective, operation);
     case Operation::kScatter:
-      return scatter(collective, operation);
+      return carry_scatter(collective, operation);
     case Operation::kBroadcast:
-      return broadcast(collective.output, collective.root, operation);
+      return carry_broadcast(collective.output, collective.root, operation);
     case Operation::kBroadcastMany:
-      return broadcast_many(collective, operation);
+      return carry_broadcast_many(collective, operation);
     case Operation::kAllToAll:
-      return all_to_all(collective, operation);
+      return carry_all_to_all(collective, operation);
     case Operation::kBarrier:
     case Operation::kInvalid:
       return;
@@ -109,7 +109,7 @@ void HostsCommunicator::reduce_to_root(const Collective& collective, const Descr
 
 // The root's host first; then each lane carries its shares to the other hosts, one segment while
 // those give the one before to their ranks.
-void HostsCommunicator::broadcast(const Buffer& buffer, int root, const Describe& operation) {
+void HostsCommunicator::carry_broadcast(const Buffer& buffer, int root, const Describe& operation) {
   const int source = team_.layout.host_of(root);
   const bool has_it = source == team_.host();
   const Buffer whole = bytes_of(buffer, {0, static_cast<int64_t>(buffer.nbytes())});
@@ -144,7 +144,8 @@ void HostsCommunicator::broadcast(const Buffer& buffer, int root, const Describe
   }
 }
 
-void HostsCommunicator::broadcast_many(const Collective& collective, const Describe& operation) {
+void HostsCommunicator::carry_broadcast_many(const Collective& collective,
+                                             const Describe& operation) {
   std::vector<uint8_t> packed;
   std::vector<Buffer> members;  // pieces of buffers, as far as they are packed
   size_t filled = 0;
@@ -153,8 +154,8 @@ void HostsCommunicator::broadcast_many(const Collective& collective, const Descr
   packed.resize(std::min(left, kPackedNbytes));
   const auto flush = [&] {
     if (filled == 0) return;
-    broadcast({packed.data(), static_cast<int64_t>(filled), DType::kUInt8}, collective.root,
-              operation);
+    carry_broadcast({packed.data(), static_cast<int64_t>(filled), DType::kUInt8}, collective.root,
+                    operation);
     const uint8_t* from = packed.data();
     for (const Buffer& member : members) {
       if (collective.root != rank()) std::memcpy(member.data, from, member.nbytes());
@@ -197,7 +198,8 @@ SharedBytes HostsCommunicator::exchange(const void* sent, std::vector<int64_t> s
 }
 
 // Added in rank order.
-void HostsCommunicator::reduce_scatter(const Collective& collective, const Describe& operation) {
+void HostsCommunicator::carry_reduce_scatter(const Collective& collective,
+                                             const Describe& operation) {
   const Buffer& output = collective.output;
   if (output.num_elements == 0) return;
   const auto nbytes = static_cast<int64_t>(output.nbytes());
@@ -211,7 +213,7 @@ void HostsCommunicator::reduce_scatter(const Collective& collective, const Descr
          board().isa());
 }
 
-void HostsCommunicator::all_gather(const Collective& collective, const Describe& operation) {
+void HostsCommunicator::carry_all_gather(const Collective& collective, const Describe& operation) {
   const Buffer& input = collective.input;
   if (input.num_elements == 0) return;
   if (team_.flat == nullptr) {
@@ -224,7 +226,7 @@ void HostsCommunicator::all_gather(const Collective& collective, const Describe&
   std::memcpy(collective.output.data, to.get(), collective.output.nbytes());
 }
 
-void HostsCommunicator::gather(const Collective& collective, const Describe& operation) {
+void HostsCommunicator::carry_gather(const Collective& collective, const Describe& operation) {
   const auto nbytes = static_cast<int64_t>(collective.input.nbytes());
   if (nbytes == 0) return;
   const bool is_root = collective.root == rank();
@@ -235,7 +237,7 @@ void HostsCommunicator::gather(const Collective& collective, const Describe& ope
   if (is_root) std::memcpy(collective.output.data, parts.get(), collective.output.nbytes());
 }
 
-void HostsCommunicator::scatter(const Collective& collective, const Describe& operation) {
+void HostsCommunicator::carry_scatter(const Collective& collective, const Describe& operation) {
   const auto nbytes = static_cast<int64_t>(collective.output.nbytes());
   if (nbytes == 0) return;
   const bool is_root = collective.root == rank();
@@ -247,7 +249,7 @@ void HostsCommunicator::scatter(const Collective& collective, const Describe& op
   std::memcpy(collective.output.data, part.get(), collective.output.nbytes());
 }
 
-void HostsCommunicator::all_to_all(const Collective& collective, const Describe& operation) {
+void HostsCommunicator::carry_all_to_all(const Collective& collective, const Describe& operation) {
   check_splits(collective, operation);
   const auto element_nbytes = static_cast<int64_t>(dtype_nbytes(collective.input.dtype));
   std::vector<int64_t> sent = collective.input_splits;

@@ -292,7 +292,7 @@ void test_same_bits() {
             convert(DType::kFloat32, values.data(), dtype, whole.data(), n, Isa::kBaseline);
           }
           std::vector<uint8_t> pieces = whole, segments = whole;
-          Collective call{Operation::kAllReduce, ReduceOp::kMean};
+          Collective call{Operation::kAllReduce, ReduceOp::kMean, 0, {}, {}};
           if (narrow) call.wire = DType::kBFloat16;
           call.output = {whole.data(), n, dtype};
           c.run(call);
@@ -336,7 +336,7 @@ void test_divisor() {
       for (const int divisor : {1, 2, 3, 4}) {
         for (const int64_t count : {5, 3000}) {
           std::vector<double> array(count, 12.0 * (c.rank() + 1));
-          Collective call{Operation::kAllReduce, ReduceOp::kMean};
+          Collective call{Operation::kAllReduce, ReduceOp::kMean, 0, {}, {}};
           call.output = {array.data(), count, DType::kFloat64};
           call.divisor = divisor;
           c.run(call);
