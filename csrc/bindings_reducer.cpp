@@ -31,6 +31,9 @@ namespace {
 // NCCL's on less than this.
 constexpr size_t kDeviceAloneNbytes = size_t{8} << 20;
 
+// The same over hosts: a unit costs a message there and back.
+constexpr size_t kHostsAloneNbytes = size_t{1} << 20;
+
 // torch's name of a type, or None.
 WireType wire_type(const py::object& name) {
   if (name.is_none()) return WireType::kSame;
@@ -154,7 +157,10 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
   Transport transport;
   transport.hosts = hosts_of(carrier);
   if (carrier && !transport.hosts) transport.group = std::get<0>(*carrier);
-  if (transport.hosts) options.wire.reset();  // gradients are narrow between hosts alone
+  if (transport.hosts) {
+    options.wire.reset();  // gradients are narrow between hosts alone
+    options.layout.alone_nbytes = std::min(kHostsAloneNbytes, options.layout.caps_nbytes.back());
+  }
   options.marks_units = !transport.group && !options.comm_hook;
   auto hook = make_comm_hook(settings);
   if (!settings["communicator"].is_none()) {

@@ -40,6 +40,7 @@ void HostRound::launch(int unit, void* data) {
   Collective all_reduce{Operation::kAllReduce, ReduceOp::kMean, 0, {}, buffer};
   all_reduce.divisor = divisor();
   all_reduce.wire = wire_;
+  all_reduce.agreed = true;  // ranks have compared their models when they made the round
   launched_.push_back({unit, communicator_->start(std::move(all_reduce), nullptr)});
 }
 
