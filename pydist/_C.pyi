@@ -130,7 +130,7 @@ class Reducer:
         parameters: list[Tensor],
         names: list[str],
         store: Store,
-        group: ProcessGroup | None,
+        carrier: ProcessGroup | Communicator | None,
         rank: int,
         size: int,
         timeout_s: float,

@@ -46,6 +46,8 @@ struct Collective {
   // What float32 travels as between hosts, for all_reduce: half types, whose rounding is the same
   // on all ranks.
   std::optional<DType> wire = std::nullopt;
+  // All ranks are known to make this call: between hosts they do not ask each other first.
+  bool agreed = false;
 };
 
 // Calls that ended well, and the bytes of this rank's tensors in them: of a collective's input, or

@@ -79,6 +79,9 @@ void HostsCommunicator::execute(const Collective& collective) {
 
 void HostsCommunicator::execute_together(const Collective& collective, const Describe& operation) {
   const std::string why = why_refused(collective);
+  if (collective.agreed && why.empty() && !HostsBlock::holds(collective)) {
+    return transfer(collective, operation);
+  }
   HostsBlock mine = HostsBlock::of(collective, why);
   team_.gather_all(&mine, sizeof(mine), blocks_.data(), operation);
   if (collective.operation == Operation::kInvalid) throw UsageError(why);

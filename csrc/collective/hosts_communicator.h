@@ -3,7 +3,7 @@
 //
 // Every collective begins with a meeting, in which all ranks learn each other's call, and the data
 // where that is small; if calls differ, all raise before anything else has moved, and the group
-// stays usable. Then:
+// stays usable. Calls that are agreed on already and large do without. Then:
 //
 //   all_reduce, reduce             in shared memory and over the lanes: hosts_all_reduce.h
 //   broadcast, broadcast_many      the root's host, the lanes, the other hosts
