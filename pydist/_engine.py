@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from pydist import _C
 from pydist._connect import TRANSPORTS, connect
 from pydist._device import on_device
+from pydist._hosts import Group, connect_hosts, find_hosts
 from pydist._process_group import ProcessGroupOperations
 from pydist._torch_groups import cpu_backend, own_gloo_group, own_store, time_limit_s
 from pydist.errors import MismatchError, PeerError, UsageError
@@ -173,6 +174,12 @@ class Engine:
         # Making it took all ranks, so that none is in a round of an earlier reducer any more.
         self._retired.clear()
         return own
+
+    def _make_round_communicator(self, name: str, remedy: str, clue: str) -> _C.Communicator:
+        group = Group(
+            self.store_prefix, self.rank, self.size, self.timeout_s, name, self.global_ranks
+        )
+        return connect_hosts(group, find_hosts(group), remedy, clue, only_sums=True)
 
     def channel_group(self) -> dist.ProcessGroup | None:
         """What the stages of one pipeline talk through; None where they share memory. Collective.
