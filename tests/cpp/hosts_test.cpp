@@ -17,6 +17,7 @@
 #include "collective/hosts_all_reduce.h"
 #include "collective/hosts_communicator.h"
 #include "memory_hosts.h"
+#include "raised.h"
 #include "transport/arena.h"
 
 using namespace pydist;
@@ -216,23 +217,6 @@ void test_movement() {
       }
     });
   }
-}
-
-template <class ErrorType>
-std::string message_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const ErrorType& error) {
-    return error.what();
-  }
-  CHECK(!"the error was not raised");
-  return "";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  if (text.find(part) != std::string::npos) return true;
-  std::fprintf(stderr, "'%s' is not in '%s'\n", part.c_str(), text.c_str());
-  return false;
 }
 
 void test_mismatches() {
