@@ -321,6 +321,7 @@ void test_abandoned() {
     const Buffer buffer{memory->data(), int64_t(memory->size()), DType::kUInt8};
     if (c.rank() == 0) c.start_send(buffer, 1, 0, memory);
     if (c.rank() == 1) c.start_receive(buffer, 0, 1, memory);
+    c.barrier();
   });
 }
 
