@@ -87,6 +87,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              "Bytes of this process's arena: used, committed, capacity.");
   bind_collective(module);
   bind_backend(module);
+  bind_hosts(module);
   bind_nccl(module);
   bind_device_all_reduce(module);
   bind_reducer(module);

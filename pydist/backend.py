@@ -58,9 +58,9 @@ def _make(
     )
     if communicator is None:
         raise HostError(
-            f"the ranks of {description} do not share memory, which the backend {NAME!r} needs; "
-            "start them on one host in one user and network namespace, without PYDIST_TRANSPORT, "
-            'or use the backend "gloo"'
+            f"ranks of {description} on one host do not share memory, which the backend {NAME!r} "
+            "needs; start them in one user and network namespace, without PYDIST_TRANSPORT, or use "
+            'the backend "gloo"'
         )
 
     def split(store: Store, ranks: list[int], options: Any) -> _C.Backend:

@@ -4,6 +4,17 @@
 
 namespace pydist {
 
+namespace {
+
+std::string words_for(const std::vector<int>& missing, double timeout_s) {
+  if (timeout_s <= 0) return "Rank 0 timed out in monitoredBarrier";
+  std::string ranks;
+  for (const int r : missing) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
+  return concat(missing.size() > 1 ? "Ranks " : "Rank ", ranks, " failed to pass monitoredBarrier");
+}
+
+}  // namespace
+
 Backend::WorkPointer Backend::start_message(Plan plan, bool sends, const at::Tensor& tensor,
                                             int peer, int tag) {
   try {
@@ -39,12 +50,22 @@ Backend::WorkPointer Backend::barrier(const c10d::BarrierOptions& options) {
                 [](Plan& plan) { plan.steps.push_back(Collective{}); });
 }
 
+// Errors begin with the words that torch's own backend has for them.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  const double timeout_s = options.timeout.count() > 0
+  const double timeout_s = options.timeout.count() >= 0
                                ? std::chrono::duration<double>(options.timeout).count()
                                : communicator_->timeout_s();
   try {
-    communicator_->monitored_barrier(timeout_s, wait_all_ranks);
+    try {
+      communicator_->monitored_barrier(timeout_s, wait_all_ranks);
+    } catch (const MissingRanks& missing) {
+      throw TimeoutError(concat(words_for(missing.ranks, timeout_s), ": ", missing.what()));
+    } catch (const TimeoutError& error) {
+      throw TimeoutError(concat("Rank ", getRank(),
+                                " successfully reached monitoredBarrier, but received errors while "
+                                "waiting for send/recv from rank 0: ",
+                                error.what()));
+    }
   } catch (...) {
     rethrow_through_torch(std::current_exception());
   }

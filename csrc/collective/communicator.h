@@ -6,6 +6,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,14 @@ struct Collective {
   std::vector<int64_t> input_splits = {};
   std::vector<int64_t> output_splits = {};
   std::string why = {};
+  // Of kMean: what the sum is divided by; 0: by the number of ranks, and on one host by nothing
+  // else.
+  int divisor = 0;
+  // What float32 travels as between hosts, for all_reduce: half types, whose rounding is the same
+  // on all ranks.
+  std::optional<DType> wire = std::nullopt;
+  // All ranks are known to make this call: between hosts they do not ask each other first.
+  bool agreed = false;
 };
 
 // Calls that ended well, and the bytes of this rank's tensors in them: of a collective's input, or

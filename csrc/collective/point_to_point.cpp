@@ -129,9 +129,7 @@ void PointToPoint::finish(const EndedRequests& ended) {
 
 void PointToPoint::count(const Transfer& transfer) {
   if (transfer.tag < 0) return;
-  Count& total = transfer.sends() ? sent_ : received_;
-  total.calls.fetch_add(1, std::memory_order_relaxed);
-  total.nbytes.fetch_add(transfer.buffer.nbytes(), std::memory_order_relaxed);
+  (transfer.sends() ? sent_ : received_).add(transfer.buffer.nbytes());
 }
 
 template <class ErrorOf>

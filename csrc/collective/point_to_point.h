@@ -27,6 +27,7 @@
 #include <thread>
 #include <vector>
 
+#include "collective/call_counters.h"
 #include "collective/message_inbox.h"
 #include "collective/message_outbox.h"
 #include "collective/message_transfer.h"
@@ -40,11 +41,6 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   static constexpr int kAnySource = Transfer::kAnySource;
 
   // What has ended well, tags below 0 aside.
-  struct Count {
-    std::atomic<uint64_t> calls{0};
-    std::atomic<uint64_t> nbytes{0};
-  };
-
   PointToPoint(std::shared_ptr<Board> board, const PayloadLayout& layout);
   // Ends it: sends that are in flight fail, and the group with them; receives fail.
   void close();
@@ -63,8 +59,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   std::shared_ptr<Request> start_receive(const Buffer& buffer, int source, int64_t tag,
                                          std::shared_ptr<void> keep_alive);
 
-  const Count& sent() const { return sent_; }
-  const Count& received() const { return received_; }
+  const CallCounter& sent() const { return sent_; }
+  const CallCounter& received() const { return received_; }
 
  private:
   friend class MessageRequest;
@@ -94,7 +90,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   const std::shared_ptr<Board> board_;
   MessageInbox inbox_;
   std::vector<std::unique_ptr<MessageOutbox>> outboxes_;  // by destination
-  Count sent_, received_;
+  CallCounter sent_, received_;
 
   std::atomic<int> num_pending_{0};              // asynchronous messages that have not ended
   std::unique_ptr<std::atomic<int>[]> watched_;  // of them those with a peer: by it, from any on

@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "base/clock.h"
+#include "collective/call_rules.h"
 #include "transport/arena.h"
 
 namespace pydist {
@@ -14,18 +15,6 @@ namespace pydist {
 namespace {
 
 constexpr double kQuietLimit_s = 10;  // far longer than any chunk takes, unless a peer is stopped
-
-// How tensors are cut, for broadcast_many: FNV-1a over their sizes, dtypes and orders.
-uint64_t layout_hash(const std::vector<Buffer>& buffers) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const Buffer& buffer : buffers) {
-    for (uint64_t word : {static_cast<uint64_t>(buffer.num_elements),
-                          static_cast<uint64_t>(buffer.dtype), buffer.order}) {
-      hash = (hash ^ word) * 0x100000001b3;
-    }
-  }
-  return hash;
-}
 
 // What a kBroadcastMany line carries, compared between ranks.
 struct ManyLayout {
@@ -40,30 +29,6 @@ ManyLayout many_layout_of(const CallLine& line) {
   ManyLayout layout;
   std::memcpy(&layout, line.data, sizeof(layout));
   return layout;
-}
-
-int64_t sum_of(const std::vector<int64_t>& values) {
-  int64_t sum = 0;
-  for (int64_t value : values) sum += value;
-  return sum;
-}
-
-bool works_in_place(Operation operation) {
-  return operation == Operation::kAllReduce || operation == Operation::kReduce ||
-         operation == Operation::kBroadcast;
-}
-
-bool has_root(Operation operation) {
-  switch (operation) {
-    case Operation::kReduce:
-    case Operation::kGather:
-    case Operation::kScatter:
-    case Operation::kBroadcast:
-    case Operation::kBroadcastMany:
-      return true;
-    default:
-      return false;
-  }
 }
 
 // The buffer that peers must reach for the direct way.
@@ -114,14 +79,15 @@ std::shared_ptr<Request> ShmCommunicator::start(Collective collective,
 }
 
 void ShmCommunicator::execute(const Collective& collective) {
-  const Call call = call_of(collective);
+  Call call = call_of(collective);
+  call.in_arena = lies_in_arena(shared_buffer(collective));
   carry_out(collective, call);
-  count(collective, call);
+  counters_.add(collective);
 }
 
 void ShmCommunicator::carry_out(const Collective& collective, const Call& call) {
   board_->check([&] { return call.describe(); });
-  const std::string reason = why_invalid(collective, call);
+  const std::string reason = why_invalid(collective, rank_, size_);
   ++sequence_;
   if (!reason.empty()) refuse(call, reason);
   if (size_ == 1) return execute_alone(collective);
@@ -149,16 +115,6 @@ void ShmCommunicator::carry_out(const Collective& collective, const Call& call) 
   }
 }
 
-// Of this rank's tensors: the input, or the output where there is no other.
-void ShmCommunicator::count(const Collective& collective, const Call& call) {
-  Count& total = counts_[static_cast<size_t>(call.operation)];
-  size_t nbytes =
-      works_in_place(call.operation) ? collective.output.nbytes() : collective.input.nbytes();
-  if (call.operation == Operation::kBroadcastMany) nbytes = call.num_elements;
-  total.calls.fetch_add(1, std::memory_order_relaxed);
-  total.nbytes.fetch_add(nbytes, std::memory_order_relaxed);
-}
-
 void ShmCommunicator::transfer(const Collective& collective, const Call& call) {
   if (call.operation == Operation::kBarrier) return;
   if (call.num_elements == 0 && call.operation != Operation::kAllToAll) return;
@@ -171,86 +127,6 @@ void ShmCommunicator::execute_alone(const Collective& collective) {
   if (input.num_elements > 0) {
     std::memmove(collective.output.data, input.data, input.nbytes());
   }
-}
-
-Call ShmCommunicator::call_of(const Collective& collective) const {
-  Call call;
-  call.operation = collective.operation;
-  call.op = collective.op;
-  call.root = collective.root;
-  const bool by_output =
-      collective.operation != Operation::kAllGather && collective.operation != Operation::kGather;
-  const Buffer& share = by_output ? collective.output : collective.input;
-  call.dtype = share.dtype;
-  if (collective.operation == Operation::kBroadcastMany) {
-    for (const Buffer& buffer : collective.buffers) call.num_elements += buffer.nbytes();
-  } else if (collective.operation != Operation::kAllToAll) {  // whose sizes may differ
-    call.num_elements = share.num_elements;
-  }
-  call.in_arena = lies_in_arena(shared_buffer(collective));
-  return call;
-}
-
-// Empty where the call is sound as far as this rank can know.
-std::string ShmCommunicator::why_invalid(const Collective& collective, const Call& call) const {
-  const Buffer& input = collective.input;
-  const Buffer& output = collective.output;
-  const auto unequal = [](const char* what, int64_t found, int64_t expected) {
-    return concat(what, " is ", found, " instead of ", expected);
-  };
-  const auto unequal_dtypes = [&] {
-    return concat(dtype_name(input.dtype), " input, ", dtype_name(output.dtype), " output");
-  };
-  if (call.num_elements > Call::kMaxElements) return "too many elements";
-  const bool rooted = has_root(collective.operation);
-  if (rooted && (collective.root < 0 || collective.root >= size_)) {
-    return concat("root ", collective.root, " of ", size_, " ranks");
-  }
-  const bool is_root = rooted && collective.root == rank_;
-  switch (collective.operation) {
-    case Operation::kAllReduce:
-    case Operation::kReduce:
-    case Operation::kReduceScatter: {
-      const char* reason = why_not_reducible(output.dtype, collective.op);
-      if (reason != nullptr) return concat(reason, " is not defined");
-      if (collective.operation != Operation::kReduceScatter) return "";
-      if (input.dtype != output.dtype) return unequal_dtypes();
-      if (input.num_elements == size_ * output.num_elements) return "";
-      return unequal("input size", input.num_elements, size_ * output.num_elements);
-    }
-    case Operation::kScatter:
-      if (!is_root) return "";
-      if (input.dtype != output.dtype) return unequal_dtypes();
-      if (input.num_elements == size_ * output.num_elements) return "";
-      return unequal("input size", input.num_elements, size_ * output.num_elements);
-    case Operation::kGather:
-      if (!is_root) return "";
-      [[fallthrough]];
-    case Operation::kAllGather:
-      if (input.dtype != output.dtype) return unequal_dtypes();
-      if (output.num_elements == size_ * input.num_elements) return "";
-      return unequal("output size", output.num_elements, size_ * input.num_elements);
-    case Operation::kBroadcast:
-    case Operation::kBroadcastMany:
-    case Operation::kBarrier:
-      return "";
-    case Operation::kAllToAll:
-      if (input.dtype != output.dtype) return unequal_dtypes();
-      for (const auto* splits : {&collective.input_splits, &collective.output_splits}) {
-        const auto& buffer = splits == &collective.input_splits ? input : output;
-        if (splits->size() != static_cast<size_t>(size_)) {
-          return unequal("number of splits", splits->size(), size_);
-        }
-        if (*std::min_element(splits->begin(), splits->end()) < 0) return "a split is negative";
-        if (sum_of(*splits) != buffer.num_elements) {
-          return unequal("sum of splits", sum_of(*splits), buffer.num_elements);
-        }
-      }
-      return "";
-    case Operation::kInvalid:
-      return collective.why;
-  }
-  return "";
 }
 
 // Peers wait for a call of this rank: they learn that it is invalid, and why.
@@ -427,14 +303,10 @@ void ShmCommunicator::check_source(int source) const {
 }
 
 CommunicatorCounts ShmCommunicator::counts() const {
-  const auto read = [](const auto& count) {
-    return OperationCount{count.calls.load(std::memory_order_relaxed),
-                          count.nbytes.load(std::memory_order_relaxed)};
-  };
   CommunicatorCounts counts;
-  for (size_t k = 0; k < kNumOperations; ++k) counts.collectives[k] = read(counts_[k]);
-  counts.sent = read(messages_->sent());
-  counts.received = read(messages_->received());
+  counters_.read(counts);
+  counts.sent = messages_->sent().read();
+  counts.received = messages_->received().read();
   return counts;
 }
 

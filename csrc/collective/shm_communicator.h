@@ -6,20 +6,20 @@
 //
 //   eager    small: the data lay beside the call, everything is there already
 //   direct   the memory that peers need lies in arenas: they read it, and for all_reduce write it,
-//   in place staged   anything else: through slots of the board, two per rank, filled and emptied
-//   in turn
+//            in place
+//   staged   anything else: through slots of the board, two per rank, filled and emptied in turn
 //
 //   shm_communicator.cpp     the calls, what ranks agree on, failures
 //   shm_communicator_eager.cpp, _direct.cpp, _staged.cpp
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "collective/call_counters.h"
 #include "collective/communicator.h"
 #include "collective/payload_layout.h"
 #include "collective/point_to_point.h"
@@ -62,13 +62,10 @@ class ShmCommunicator final : public Communicator {
   // shm_communicator.cpp
   void execute(const Collective& collective);
   void carry_out(const Collective& collective, const Call& call);
-  void count(const Collective& collective, const Call& call);
   void check_destination(int destination) const;
   void check_source(int source) const;
   void execute_alone(const Collective& collective);
   void transfer(const Collective& collective, const Call& call);
-  Call call_of(const Collective& collective) const;
-  std::string why_invalid(const Collective& collective, const Call& call) const;
   [[noreturn]] void refuse(const Call& call, const std::string& reason);
   void agree(const Call& call);
   [[noreturn]] void raise_mismatch();
@@ -136,11 +133,7 @@ class ShmCommunicator final : public Communicator {
   const int size_;
   const std::shared_ptr<PointToPoint> messages_;
 
-  struct Count {
-    std::atomic<uint64_t> calls{0};
-    std::atomic<uint64_t> nbytes{0};
-  };
-  std::array<Count, kNumOperations> counts_;  // by Operation
+  CallCounters counters_;
 
   // Belongs to the operation whose turn it is. Equal on all ranks between operations.
   uint64_t sequence_ = 0;      // of the current call

@@ -87,6 +87,7 @@ void Board::arrive() {
 }
 
 std::string Board::describe(int r) const {
+  if (!options_.names.empty()) return options_.names[r];
   std::string text = concat("rank ", r, " (");
   if (!options_.global_ranks.empty() && options_.global_ranks[r] != r) {
     text += concat("global rank ", options_.global_ranks[r], ", ");
@@ -222,20 +223,24 @@ int Board::failed_rank() const {
 
 bool Board::may_still_write(int r) const { return !peers_[r]->gone(); }
 
-void Board::raise_failed(const std::function<std::string()>& operation) {
+std::string Board::failure() const {
   // The first to fail may be about to write its reason, or may have died before it could.
   const double deadline_s = monotonic_s() + 0.1;
   while (header_->reason_ready.load(std::memory_order_acquire) == 0 && monotonic_s() < deadline_s) {
     ::sched_yield();
   }
   const bool has_reason = header_->reason_ready.load(std::memory_order_acquire) != 0;
-  const std::string reason =
-      has_reason ? std::string(header_->reason) : describe(failed_rank()) + " failed";
+  return has_reason ? std::string(header_->reason) : describe(failed_rank()) + " failed";
+}
+
+void Board::raise_failed(const std::function<std::string()>& operation) {
+  const std::string reason = failure();
   const std::string own = operation();
+  const std::string me = options_.names.empty() ? concat("rank ", rank()) : describe(rank());
   // Where it was this rank that gave the reason, it has said so already.
   const bool is_known = failed_rank() == rank() && reason.find(own) != std::string::npos;
   throw PeerError(concat(reason, "; ", name(), " cannot be used any more",
-                         is_known ? "" : concat(" (rank ", rank(), " was in ", own, ")"), ": ",
+                         is_known ? "" : concat(" (", me, " was in ", own, ")"), ": ",
                          options_.remedy));
 }
 
@@ -245,7 +250,7 @@ void Board::raise_timeout(int missing, const std::function<std::string()>& opera
                                   " s for ", whom, " in ", operation());
   if (options_.waits_fail_group) fail(text);
   throw TimeoutError(concat(text, "; is that rank still running, and does it make the same calls? ",
-                            "(the limit is the group's timeout, or PYDIST_TIMEOUT_S)"));
+                            "(the limit is the timeout of the group, or PYDIST_TIMEOUT_S)"));
 }
 
 }  // namespace pydist

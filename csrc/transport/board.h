@@ -41,6 +41,8 @@ struct BoardOptions {
   double timeout_s = 1800;        // of set-up and of every wait
   std::string name = "group";     // for messages: "the default group", "the reducer of MyModel"
   std::vector<int> global_ranks;  // for messages; empty: 0..size-1
+  // How messages call the ranks where the board is only a part of a group; empty: "rank 1 (pid 4)".
+  std::vector<std::string> names = {};
   // What to do after a failure, and where to look after a death.
   std::string remedy = "make a new group, or restart the job";
   std::string clue = "what did it print last?";
@@ -108,6 +110,8 @@ class Board {
   // Any failure marked (not: dead peers nobody has noticed). seq_cst: pairs with a busy flag stored
   // before.
   bool failed() const;
+  // Why, once it has.
+  std::string failure() const;
   // Rank that failed first, or kNobody.
   int failed_rank() const;
   // False once rank r's process has died or left. A plain load.
