@@ -1,5 +1,6 @@
 """Owns the training that survives its ranks: checkpoints, and resuming bit by bit.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 2 examples/train_resumable.py
 
 Trains a small GPT on the source of Python's standard library with pydist.DataParallel, and writes
@@ -258,11 +259,22 @@ def say(message: str) -> None:
         print(f"train_resumable: {message}", flush=True)
 
 
+def advise() -> None:
+    """Says what a restart would fail of, while there is time to change it."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        say(
+            "torchrun keeps one store for all attempts, where restarted ranks may find the "
+            "addresses of dead ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun"
+        )
+
+
 @record
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank; torchrun's summary shows the error of the first that fails."""
     options = parse_options(arguments)
     dist.init_process_group(options.backend, timeout=timedelta(seconds=options.timeout))
+    advise()
     try:
         train(prepare(options), options)
     except (CheckpointError, ValueError) as error:
