@@ -1,4 +1,4 @@
-"""Owns strict schemas of the Kubernetes objects in docs/launch: a field that is not here is an error.
+"""Owns strict schemas of the Kubernetes objects in docs/launch: fields not here are errors.
 
 Written after the references of Kubernetes 1.34 (batch/v1, v1) and of Kubeflow's Training Operator
 1.9 (kubeflow.org/v1); of each object only the fields that the recipes use, with their types.

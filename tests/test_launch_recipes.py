@@ -1,32 +1,32 @@
-"""Owns the checks of the recipes in docs/launch, whose launchers are not here to run them.
+"""Owns the checks of the recipes in docs/launch for SLURM and Ray, which are not here to run them.
 
 What can be executed is: scripts run with stand-ins for the cluster's commands, and the torchrun
-commands that come out go through torchrun's own parser, and then the example's.
+commands that come out go through torchrun's own parser, and then the example's. The Kubernetes
+recipes have tests of their own.
 """
 
 import ast
-import copy
 import json
-import os
 import re
-import stat
 import subprocess
-import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import jsonschema
 import pytest
-import yaml
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.run import config_from_args, get_args_parser
 
-from launch_schemas import KINDS
+from launch_commands import (
+    NUM_HOSTS,
+    PROJECT,
+    RANKS_PER_HOST,
+    RECIPES,
+    SHOW,
+    check_environment,
+    check_example,
+    parse_torchrun,
+    run_with,
+    stand_in,
+)
 
-PROJECT = Path(__file__).resolve().parents[1]
-RECIPES = PROJECT / "docs" / "launch"
 # Of `man sbatch` (Slurm 24.05): the options that a recipe may use, and what their values look like.
 SBATCH_OPTIONS = {
     "job-name": r"[\w-]+",
@@ -55,78 +55,6 @@ RAY_NAMES = {
     },
     "ray.train.torch.TorchTrainer.fit": set(),
 }
-NUM_HOSTS = 2
-RANKS_PER_HOST = 8
-
-
-def parse_torchrun(arguments: list[str]) -> Namespace:
-    """By torchrun's own parser and by what it makes of it; raises or exits where it would."""
-    options = get_args_parser().parse_args(arguments)
-    config, _, _ = config_from_args(options)
-    assert config.min_nodes == config.max_nodes == NUM_HOSTS
-    assert config.nproc_per_node == RANKS_PER_HOST
-    assert config.max_restarts > 0
-    assert config.rdzv_backend == "c10d"
-    assert re.fullmatch(r"[\w.-]+:\d+", config.rdzv_endpoint)
-    assert config.run_id not in ("", "none")
-    script = Path(options.training_script)
-    assert (PROJECT / script).resolve() == PROJECT / "examples" / "train_resumable.py"
-    options.rdzv_configs = config.rdzv_configs
-    return options
-
-
-def check_example(arguments: list[str], num_ranks: int) -> None:
-    """By the example's own parser, in a process of its own, for it imports by name."""
-    check = (
-        "import sys, train_resumable as t; o = t.parse_options(sys.argv[2:]);"
-        "assert o.batch % int(sys.argv[1]) == 0; assert o.crash_at is None"
-    )
-    paths = os.pathsep.join([str(PROJECT / "examples"), str(PROJECT)])
-    done = subprocess.run(
-        [sys.executable, "-c", check, str(num_ranks), *arguments],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def check_environment(variables: dict[str, str]) -> None:
-    """The names that docs/launch.md explains, with values that they can have."""
-    assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-    assert variables["OMP_NUM_THREADS"].isdigit()
-    assert variables["GLOO_SOCKET_IFNAME"]
-    assert variables.keys() <= {
-        *("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"),
-        *("PYDIST_HOST", "POD_IP"),
-    }
-
-
-def stand_in(folder: Path, name: str, body: str) -> None:
-    """A command of that name in `folder`, in Python."""
-    path = folder / name
-    path.write_text(f"#!{sys.executable}\nimport json, os, sys\n{body}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-
-def run_with(folder: Path, command: list[str], **env: str) -> str:
-    """`command` with the stand-ins in `folder` before all other commands."""
-    done = subprocess.run(
-        command,
-        env={"PATH": f"{folder}:{os.environ['PATH']}", **env},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-SHOW = "print(json.dumps([sys.argv[1:], dict(os.environ)]))"
-
 
 # -- SLURM ----------------------------------------------------------------------------------------
 
@@ -203,3 +131,101 @@ def test_slurm_command(tmp_path: Path) -> None:
     check_example(options.training_script_args, NUM_HOSTS * RANKS_PER_HOST)
     ours = {name for name in environment if name.startswith(("TORCH_", "OMP_", "GLOO_", "PYDIST_"))}
     check_environment({name: environment[name] for name in ours})
+
+
+# -- Ray ------------------------------------------------------------------------------------------
+
+
+def imported_names(tree: ast.Module) -> dict[str, str]:
+    """What each imported name of Ray's stands for."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.asname or a.name: a.name for a in node.names if a.name == "ray"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ray"):
+            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return found
+
+
+def full_name(node: ast.expr, names: dict[str, str]) -> str:
+    """Such as ray.train.report, or "" for what is not Ray's."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id, "")
+    if isinstance(node, ast.Attribute):
+        owner = full_name(node.value, names)
+        return f"{owner}.{node.attr}" if owner else ""
+    if isinstance(node, ast.Call):
+        return full_name(node.func, names)  # a method of what the call returns
+    return ""
+
+
+def ray_calls(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Each call of something of Ray's, with its keywords."""
+    tree = ast.parse(text)
+    names = imported_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (name := full_name(node.func, names)):
+            yield name, [keyword.arg or "**" for keyword in node.keywords]
+
+
+def check_ray(text: str) -> list[str]:
+    calls = list(ray_calls(text))
+    for name, keywords in calls:
+        assert set(keywords) <= RAY_NAMES[name], name
+    for name in imported_names(ast.parse(text)).values():
+        assert name == "ray" or name in RAY_NAMES, name
+    return [name for name, _ in calls]
+
+
+def test_ray_names() -> None:
+    text = (RECIPES / "ray_train.py").read_text()
+    compile(text, "ray_train.py", "exec")
+    called = check_ray(text)
+    assert called.count("ray.train.report") == 1
+    assert "ray.train.torch.TorchTrainer.fit" in called
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ("max_failures=", "max_failure="),
+        ("ray.train.report", "ray.train.reports"),
+        ("import TorchConfig, TorchTrainer", "import TorchConf, TorchTrainer"),
+        (").fit()", ").run()"),
+    ],
+)
+def test_wrong_ray_names_are_seen(part: str, other: str) -> None:
+    text = (RECIPES / "ray_train.py").read_text()
+    assert part in text
+    with pytest.raises((AssertionError, KeyError)):
+        check_ray(text.replace(part, other))
+
+
+def test_ray_arguments() -> None:
+    """The worker's calls are of functions that the example has, and its arguments are right."""
+    tree = ast.parse((RECIPES / "ray_train.py").read_text())
+    made: dict[str, object] = {}
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            exec(compile(ast.Module([node], []), "ray_train.py", "exec"), {}, made)
+    arguments = made["ARGUMENTS"]
+    assert isinstance(arguments, list)
+    workers = [
+        int(node.value.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword)
+        and node.arg == "num_workers"
+        and isinstance(node.value, ast.Constant)
+    ]
+    check_example(arguments, *workers)
+    example = ast.parse((PROJECT / "examples" / "train_resumable.py").read_text())
+    functions = {node.name for node in example.body if isinstance(node, ast.FunctionDef)}
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "train_resumable"
+    }
+    assert used == {"parse_options", "prepare", "train"}
+    assert used <= functions
