@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from torch import Tensor, device, dtype
+from torch import distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Store
 
 testing: ModuleType
@@ -50,6 +51,18 @@ class Communicator:
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> int: ...
     def fail(self, reason: str) -> None: ...
     def benchmark_all_reduce(self, tensor: Tensor, iterations: int) -> float: ...
+
+class Backend(dist.Backend):
+    def __init__(
+        self,
+        communicator: Communicator,
+        global_ranks: list[int],
+        group_name: str,
+        split: Callable[[Store, list[int], dist.Backend.Options | None], dist.Backend],
+    ) -> None: ...
+    @property
+    def communicator(self) -> Communicator: ...
+    def counts(self) -> dict[str, dict[str, int]]: ...
 
 class NcclCommunicator:
     def __init__(

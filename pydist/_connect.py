@@ -6,6 +6,7 @@ from collections.abc import Callable
 from torch._C._distributed_c10d import PrefixStore
 
 from pydist import _C
+from pydist._fresh_store import readable_name
 from pydist.errors import HostError, UsageError
 
 TRANSPORTS = ("shared_memory", "process_group")
@@ -30,14 +31,13 @@ def connect(
         )
     if forced == "process_group":
         return None
-    name = "the default group" if description == "default_pg" else f"group {description!r}"
     try:
         return _C.Communicator(
             store=store_prefix("communicator"),
             rank=rank,
             size=size,
             timeout_s=timeout_s,
-            name=name,
+            name=readable_name(description),
             global_ranks=global_ranks,
         )
     except HostError:

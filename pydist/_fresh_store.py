@@ -19,12 +19,12 @@ from pydist.errors import TimeoutError
 _MIN_PAUSE_S, _MAX_PAUSE_S = 100e-6, 20e-3
 
 
-def fresh_store(store: Store, rank: int, size: int, timeout_s: float, name: str) -> PrefixStore:
-    """The same new part of `store` for all ranks of the group called `name`. Collective."""
+def fresh_store(store: Store, rank: int, size: int, timeout_s: float, group: str) -> PrefixStore:
+    """The same new part of `store` for all ranks; `group` describes theirs. Collective."""
 
     def late(peer: int) -> str:
         return (
-            f"rank {rank} waited {timeout_s:g} s for rank {peer} to join {name}; "
+            f"rank {rank} waited {timeout_s:g} s for rank {peer} to join {readable_name(group)}; "
             "is it running, and does it make the same calls?"
         )
 
@@ -42,6 +42,11 @@ def fresh_store(store: Store, rank: int, size: int, timeout_s: float, name: str)
         token = meeting.get(reply).decode()
         meeting.set(f"token/{token}/{rank}", "here")
     return PrefixStore(f"pydist/{token}", store)
+
+
+def readable_name(description: str) -> str:
+    """Of a group, by torch's description of it."""
+    return "the default group" if description == "default_pg" else f"group {description!r}"
 
 
 class _Guest:

@@ -52,7 +52,5 @@ def time_limit_s(group: dist.ProcessGroup) -> float:
 
 def own_store(group: dist.ProcessGroup, timeout_s: float) -> PrefixStore:
     """A part of the group's store that nothing has been in before. Collective."""
-    description = str(group.group_desc)
-    name = "the default group" if description == "default_pg" else f"group {description!r}"
     store = group.get_group_store()
-    return fresh_store(store, group.rank(), group.size(), timeout_s, name)
+    return fresh_store(store, group.rank(), group.size(), timeout_s, str(group.group_desc))

@@ -41,6 +41,7 @@ class Spec:
     store_port: int | None  # None: the function sets up torch.distributed itself
     store_prefix: str
     group_timeout_s: float
+    backend: str = "gloo"
 
 
 @dataclasses.dataclass
@@ -182,7 +183,7 @@ def join_group(spec: Spec, store_port: int) -> None:
     timeout = datetime.timedelta(seconds=spec.group_timeout_s)
     server = TCPStore("127.0.0.1", store_port, is_master=False, timeout=timeout)
     dist.init_process_group(
-        "gloo",
+        spec.backend,
         store=PrefixStore(spec.store_prefix, server),
         rank=spec.rank,
         world_size=spec.world_size,

@@ -1,6 +1,7 @@
 """Owns the ranks of the tests: real processes, kept in pools, watched, and ended by their pid.
 
     pool = get_pool(2)                      # or the fixtures pool2, transport.pool(2), ...
+    pool = get_pool(2, backend="pydist")    # else torch.distributed runs on Gloo
     pool.run(function, *args)               # function(rank, world_size, *args) in every rank;
                                             # returns the results by rank
     pool.run(function, expect_errors=True)  # returns an Outcome per rank
@@ -47,7 +48,7 @@ MAX_PROCESSES = 24  # pools beyond that end, the least recently used first
 problems: list[str] = []  # what went wrong while closing; conftest.py fails the session for it
 _world_numbers = itertools.count()
 _nursery = Nursery()
-_pools: dict[tuple[int, tuple[tuple[str, str], ...]], "RankPool"] = {}
+_pools: dict[tuple[int, str, tuple[tuple[str, str], ...]], "RankPool"] = {}
 _store: Any = None
 
 
@@ -74,6 +75,7 @@ class Options:
     init: bool = True  # torch.distributed is initialised before the function runs
     own_interpreter: bool = False  # not forked: a second or two more for each rank
     group_timeout_s: float = GROUP_TIMEOUT_S
+    backend: str = "gloo"
 
 
 def _store_port() -> int:
@@ -104,6 +106,7 @@ class _World:
                 store_port=_store_port() if options.init else None,
                 store_prefix=prefix,
                 group_timeout_s=options.group_timeout_s,
+                backend=options.backend,
             )
             self.ranks.append(start(spec))
 
@@ -201,10 +204,15 @@ class RankPool:
     """Ranks that stay from test to test; started at the first run, and again after a failure."""
 
     def __init__(
-        self, world_size: int, env: dict[str, str] | None = None, watchdog_s: float = WATCHDOG_S
+        self,
+        world_size: int,
+        env: dict[str, str] | None = None,
+        watchdog_s: float = WATCHDOG_S,
+        backend: str = "gloo",
     ) -> None:
         self.world_size = world_size
         self.env = dict(env or {})
+        self.backend = backend
         self.watchdog_s = watchdog_s
         self.last_used = 0.0
         self._world: _World | None = None
@@ -221,7 +229,7 @@ class RankPool:
         self.last_used = time.monotonic()
         if self._world is None:
             _make_room(self.world_size)
-            self._world = _World(self.world_size, Options(env=self.env))
+            self._world = _World(self.world_size, Options(env=self.env, backend=self.backend))
         sound = False
         try:
             self._world.send(function, args, kwargs)
@@ -272,11 +280,12 @@ def _make_room(num_processes: int) -> None:
         total -= pool.world_size
 
 
-def get_pool(world_size: int, **env: str) -> RankPool:
-    """The pool of that size whose ranks see these environment variables; made at the first use."""
-    key = (world_size, tuple(sorted(env.items())))
+def get_pool(world_size: int, *, backend: str = "gloo", **env: str) -> RankPool:
+    """The pool of that size and backend whose ranks see these environment variables; made at the
+    first use."""
+    key = (world_size, backend, tuple(sorted(env.items())))
     if key not in _pools:
-        _pools[key] = RankPool(world_size, env)
+        _pools[key] = RankPool(world_size, env, backend=backend)
     return _pools[key]
 
 
@@ -317,10 +326,11 @@ def start_ranks(
     init: bool = True,
     own_interpreter: bool = False,
     group_timeout_s: float = GROUP_TIMEOUT_S,
+    backend: str = "gloo",
     **kwargs: Any,
 ) -> FreshRanks:
     """Starts function(rank, world_size, *args, **kwargs) in one-off processes; then join()."""
-    options = Options(dict(env or {}), init, own_interpreter, group_timeout_s)
+    options = Options(dict(env or {}), init, own_interpreter, group_timeout_s, backend)
     return FreshRanks(world_size, (function, args, kwargs), options)
 
 

@@ -25,7 +25,7 @@ def meet(store: Store, size: int, times: int = 1) -> list[list[PrefixStore]]:
     """What each rank of a group gets, `times` in a row; ranks are threads."""
 
     def run(rank: int) -> list[PrefixStore]:
-        return [fresh_store(store, rank, size, TIMEOUT_S, "the group") for _ in range(times)]
+        return [fresh_store(store, rank, size, TIMEOUT_S, "name") for _ in range(times)]
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
@@ -48,7 +48,7 @@ def test_each_time_all_ranks_get_the_same_new_store(store: Store, size: int) -> 
 def start_and_abandon(store: Store, rank: int, size: int) -> None:
     """A rank that dies while it waits for its peers."""
     with pytest.raises(TimeoutError):
-        fresh_store(store, rank, size, 0.05, "the group")
+        fresh_store(store, rank, size, 0.05, "name")
 
 
 @pytest.mark.parametrize("dead", [[0], [1], [2], [0, 2], [1, 2]])
@@ -62,8 +62,8 @@ def test_ranks_that_died_while_they_met_are_not_heard(store: Store, dead: list[i
 def test_ranks_that_died_together_are_not_heard(store: Store) -> None:
     """An attempt in which some ranks had met already, and one never came."""
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(fresh_store, store, rank, 3, 0.5, "the group") for rank in (0, 1)]
-    with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.5 s for rank 2 to join the group"):
+        ends = [pool.submit(fresh_store, store, rank, 3, 0.5, "name") for rank in (0, 1)]
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0\.5 s for rank 2 to join group 'name'"):
         ends[0].result()
     old = ends[1].result()
     old.set("key", "of the dead")
@@ -77,15 +77,15 @@ def test_a_rank_that_stays_away_is_named(store: Store, rank: int, awaited: int) 
     with pytest.raises(
         TimeoutError, match=rf"rank {rank} waited 0\.2 s for rank {awaited} to join"
     ):
-        fresh_store(store, rank, 2, 0.2, "the group")
+        fresh_store(store, rank, 2, 0.2, "name")
     assert time.monotonic() - began < 5
 
 
 def test_a_late_rank_is_waited_for(store: Store) -> None:
     start_and_abandon(store, 1, 2)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(fresh_store, store, 0, 2, TIMEOUT_S, "the group")
+        first = pool.submit(fresh_store, store, 0, 2, TIMEOUT_S, "name")
         time.sleep(0.3)
         assert not first.done()
-        late = pool.submit(fresh_store, store, 1, 2, TIMEOUT_S, "the group")
+        late = pool.submit(fresh_store, store, 1, 2, TIMEOUT_S, "name")
     assert_shared([first.result(), late.result()], "key")

@@ -11,7 +11,16 @@ ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 
 # The lowest first; bindings are the files that stand directly in csrc/. cuda is another module.
-CPP_LAYERS = ["base", "transport", "collective", "bucket", "pipeline", "bindings", "cuda"]
+CPP_LAYERS = [
+    "base",
+    "transport",
+    "collective",
+    "backend",
+    "bucket",
+    "pipeline",
+    "bindings",
+    "cuda",
+]
 # What that one shares with the engine's; it is linked with none of its sources.
 SHARED_WITH_CUDA = ("base/", "collective/device_kernels/", "transport/nccl_api.h")
 # Files of the pure layers that may know torch, and files of other layers that may not.
@@ -57,7 +66,7 @@ PYTHON_LAYERS = [
     {"_import_checks", "_C", "_cuda", "_schedule_plot"},
     {"_device", "_fresh_store", "schedule"},
     {"_connect", "_process_group", "_torch_groups"},
-    {"_engine"},
+    {"_engine", "backend"},
     {
         "_advice",
         "collectives",

@@ -48,11 +48,27 @@ int64_t sum_of(const std::vector<int64_t>& values) {
   return sum;
 }
 
+bool works_in_place(Operation operation) {
+  return operation == Operation::kAllReduce || operation == Operation::kReduce ||
+         operation == Operation::kBroadcast;
+}
+
+bool has_root(Operation operation) {
+  switch (operation) {
+    case Operation::kReduce:
+    case Operation::kGather:
+    case Operation::kScatter:
+    case Operation::kBroadcast:
+    case Operation::kBroadcastMany:
+      return true;
+    default:
+      return false;
+  }
+}
+
 // The buffer that peers must reach for the direct way.
 const Buffer& shared_buffer(const Collective& collective) {
-  const bool in_place = collective.operation == Operation::kAllReduce ||
-                        collective.operation == Operation::kBroadcast;
-  return in_place ? collective.output : collective.input;
+  return works_in_place(collective.operation) ? collective.output : collective.input;
 }
 
 bool lies_in_arena(const Buffer& buffer) {
@@ -77,12 +93,12 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Board> board, const PayloadLayo
       layout_(layout),
       rank_(board_->rank()),
       size_(board_->size()),
-      messages_(board_, layout_),
+      messages_(std::make_shared<PointToPoint>(board_, layout_)),
       inputs_(size_),
       outputs_(size_),
       queue_(board_) {}
 
-ShmCommunicator::~ShmCommunicator() = default;
+ShmCommunicator::~ShmCommunicator() { messages_->close(); }
 
 void ShmCommunicator::run(const Collective& collective) {
   board_->check_process();
@@ -99,12 +115,17 @@ std::shared_ptr<Request> ShmCommunicator::start(Collective collective,
 
 void ShmCommunicator::execute(const Collective& collective) {
   const Call call = call_of(collective);
+  carry_out(collective, call);
+  count(collective, call);
+}
+
+void ShmCommunicator::carry_out(const Collective& collective, const Call& call) {
   board_->check([&] { return call.describe(); });
   const std::string reason = why_invalid(collective, call);
   ++sequence_;
   if (!reason.empty()) refuse(call, reason);
   if (size_ == 1) return execute_alone(collective);
-  const size_t eager = eager_nbytes(collective, call);
+  const size_t eager = eager_nbytes(call);
   if (eager > 0) {
     fill_eager(collective, eager);
   } else if (call.in_arena) {
@@ -128,6 +149,16 @@ void ShmCommunicator::execute(const Collective& collective) {
   }
 }
 
+// Of this rank's tensors: the input, or the output where there is no other.
+void ShmCommunicator::count(const Collective& collective, const Call& call) {
+  Count& total = counts_[static_cast<size_t>(call.operation)];
+  size_t nbytes =
+      works_in_place(call.operation) ? collective.output.nbytes() : collective.input.nbytes();
+  if (call.operation == Operation::kBroadcastMany) nbytes = call.num_elements;
+  total.calls.fetch_add(1, std::memory_order_relaxed);
+  total.nbytes.fetch_add(nbytes, std::memory_order_relaxed);
+}
+
 void ShmCommunicator::transfer(const Collective& collective, const Call& call) {
   if (call.operation == Operation::kBarrier) return;
   if (call.num_elements == 0 && call.operation != Operation::kAllToAll) return;
@@ -147,7 +178,8 @@ Call ShmCommunicator::call_of(const Collective& collective) const {
   call.operation = collective.operation;
   call.op = collective.op;
   call.root = collective.root;
-  const bool by_output = collective.operation != Operation::kAllGather;
+  const bool by_output =
+      collective.operation != Operation::kAllGather && collective.operation != Operation::kGather;
   const Buffer& share = by_output ? collective.output : collective.input;
   call.dtype = share.dtype;
   if (collective.operation == Operation::kBroadcastMany) {
@@ -170,24 +202,38 @@ std::string ShmCommunicator::why_invalid(const Collective& collective, const Cal
     return concat(dtype_name(input.dtype), " input, ", dtype_name(output.dtype), " output");
   };
   if (call.num_elements > Call::kMaxElements) return "too many elements";
+  const bool rooted = has_root(collective.operation);
+  if (rooted && (collective.root < 0 || collective.root >= size_)) {
+    return concat("root ", collective.root, " of ", size_, " ranks");
+  }
+  const bool is_root = rooted && collective.root == rank_;
   switch (collective.operation) {
     case Operation::kAllReduce:
+    case Operation::kReduce:
     case Operation::kReduceScatter: {
       const char* reason = why_not_reducible(output.dtype, collective.op);
       if (reason != nullptr) return concat(reason, " is not defined");
-      if (collective.operation == Operation::kAllReduce) return "";
+      if (collective.operation != Operation::kReduceScatter) return "";
       if (input.dtype != output.dtype) return unequal_dtypes();
       if (input.num_elements == size_ * output.num_elements) return "";
       return unequal("input size", input.num_elements, size_ * output.num_elements);
     }
+    case Operation::kScatter:
+      if (!is_root) return "";
+      if (input.dtype != output.dtype) return unequal_dtypes();
+      if (input.num_elements == size_ * output.num_elements) return "";
+      return unequal("input size", input.num_elements, size_ * output.num_elements);
+    case Operation::kGather:
+      if (!is_root) return "";
+      [[fallthrough]];
     case Operation::kAllGather:
       if (input.dtype != output.dtype) return unequal_dtypes();
       if (output.num_elements == size_ * input.num_elements) return "";
       return unequal("output size", output.num_elements, size_ * input.num_elements);
     case Operation::kBroadcast:
     case Operation::kBroadcastMany:
-      if (collective.root >= 0 && collective.root < size_) return "";
-      return concat("root ", collective.root, " of ", size_, " ranks");
+    case Operation::kBarrier:
+      return "";
     case Operation::kAllToAll:
       if (input.dtype != output.dtype) return unequal_dtypes();
       for (const auto* splits : {&collective.input_splits, &collective.output_splits}) {
@@ -200,8 +246,6 @@ std::string ShmCommunicator::why_invalid(const Collective& collective, const Cal
           return unequal("sum of splits", sum_of(*splits), buffer.num_elements);
         }
       }
-      return "";
-    case Operation::kBarrier:
       return "";
     case Operation::kInvalid:
       return collective.why;
@@ -333,7 +377,7 @@ void ShmCommunicator::finish_reading(const Call& call) {
 void ShmCommunicator::wait_until_nobody_writes(const Collective& collective) noexcept {
   const double deadline_s = monotonic_s() + kQuietLimit_s;
   for (int r = 0; r < size_; ++r) {
-    // seq_cst: pairs with the store before the test of failed() in all_reduce_direct().
+    // seq_cst: pairs with the store before the test of failed() in reduce_direct().
     while (flags(r).busy.value.load(std::memory_order_seq_cst) != 0 && board_->may_still_write(r)) {
       if (monotonic_s() > deadline_s) {
         void* block = collective.output.block;
@@ -346,18 +390,52 @@ void ShmCommunicator::wait_until_nobody_writes(const Collective& collective) noe
 }
 
 void ShmCommunicator::send(const Buffer& buffer, int destination, int64_t tag) {
-  PYDIST_CHECK(destination >= 0 && destination < size_ && destination != rank_, UsageError,
-               "send from rank ", rank_, " to rank ", destination, " of ", size_,
-               "; the destination must be another rank of the group");
-  messages_.send(buffer, destination, tag);
+  check_destination(destination);
+  messages_->send(buffer, destination, tag);
 }
 
 int ShmCommunicator::receive(const Buffer& buffer, int source, int64_t tag) {
+  check_source(source);
+  return messages_->receive(buffer, source, tag);
+}
+
+std::shared_ptr<Request> ShmCommunicator::start_send(const Buffer& buffer, int destination,
+                                                     int64_t tag,
+                                                     std::shared_ptr<void> keep_alive) {
+  check_destination(destination);
+  return messages_->start_send(buffer, destination, tag, std::move(keep_alive));
+}
+
+std::shared_ptr<Request> ShmCommunicator::start_receive(const Buffer& buffer, int source,
+                                                        int64_t tag,
+                                                        std::shared_ptr<void> keep_alive) {
+  check_source(source);
+  return messages_->start_receive(buffer, source, tag, std::move(keep_alive));
+}
+
+void ShmCommunicator::check_destination(int destination) const {
+  PYDIST_CHECK(destination >= 0 && destination < size_ && destination != rank_, UsageError,
+               "send from rank ", rank_, " to rank ", destination, " of ", size_,
+               "; the destination must be another rank of the group");
+}
+
+void ShmCommunicator::check_source(int source) const {
   const bool any = source == kAnySource && size_ > 1;
   PYDIST_CHECK(any || (source >= 0 && source < size_ && source != rank_), UsageError,
                "recv on rank ", rank_, " from rank ", source, " of ", size_,
                "; the source must be another rank of the group");
-  return messages_.receive(buffer, source, tag);
+}
+
+CommunicatorCounts ShmCommunicator::counts() const {
+  const auto read = [](const auto& count) {
+    return OperationCount{count.calls.load(std::memory_order_relaxed),
+                          count.nbytes.load(std::memory_order_relaxed)};
+  };
+  CommunicatorCounts counts;
+  for (size_t k = 0; k < kNumOperations; ++k) counts.collectives[k] = read(counts_[k]);
+  counts.sent = read(messages_->sent());
+  counts.received = read(messages_->received());
+  return counts;
 }
 
 }  // namespace pydist

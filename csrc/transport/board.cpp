@@ -125,14 +125,15 @@ bool Board::sleep(const std::function<int()>& awaited, double slice_s) {
 }
 
 void Board::wait_slowly(const std::function<int()>& awaited,
-                        const std::function<std::string()>& operation) {
+                        const std::function<std::string()>& operation, Patience patience) {
   check_process();
+  const bool endless = patience == Patience::kEndless;
   constexpr int kProbes = 64;  // of the flag per look at the clock
   const double start_s = monotonic_s();
   for (;;) {
     const double waited_s = monotonic_s() - start_s;
-    const bool spinning = spin_ && waited_s < kSpin_s;
-    const bool yielding = !spinning && waited_s < kYield_s;
+    const bool spinning = spin_ && !endless && waited_s < kSpin_s;
+    const bool yielding = !spinning && !endless && waited_s < kYield_s;
     if (spinning) {
       for (int probe = 0; probe < kProbes; ++probe) {
         if (awaited() == kNobody) return;
@@ -141,7 +142,8 @@ void Board::wait_slowly(const std::function<int()>& awaited,
     } else if (yielding) {
       ::sched_yield();
     } else {
-      if (sleep(awaited, std::min(kSlice_s, std::max(1e-3, timeout_s() - waited_s)))) return;
+      const double left_s = endless ? kSlice_s : std::max(1e-3, timeout_s() - waited_s);
+      if (sleep(awaited, std::min(kSlice_s, left_s))) return;
       run_interrupt_check(operation);
     }
     const int missing = awaited();
@@ -157,7 +159,7 @@ void Board::wait_slowly(const std::function<int()>& awaited,
       if (awaited() == kNobody) return;
       raise_dead(dead, operation);
     }
-    if (waited_s >= timeout_s()) raise_timeout(missing, operation);
+    if (!endless && waited_s >= timeout_s()) raise_timeout(missing, operation);
   }
 }
 
