@@ -259,13 +259,15 @@ def say(message: str) -> None:
         print(f"train_resumable: {message}", flush=True)
 
 
-def advise() -> None:
+def advise(backend: str) -> None:
     """Says what a restart would fail of, while there is time to change it."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if shared and restarts and backend != "pydist":
         say(
             "torchrun keeps one store for all attempts, where restarted ranks may find the "
-            "addresses of dead ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun"
+            "addresses of dead ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, or "
+            "use --backend pydist, which looks for the living"
         )
 
 
@@ -274,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank; torchrun's summary shows the error of the first that fails."""
     options = parse_options(arguments)
     dist.init_process_group(options.backend, timeout=timedelta(seconds=options.timeout))
-    advise()
+    advise(options.backend)
     try:
         train(prepare(options), options)
     except (CheckpointError, ValueError) as error:
