@@ -6,6 +6,7 @@ from collections.abc import Callable
 from torch._C._distributed_c10d import PrefixStore
 
 from pydist import _C
+from pydist._fresh_store import readable_name
 from pydist._hosts import Group, connect_hosts, find_hosts
 from pydist.errors import HostError, UsageError
 
@@ -33,7 +34,7 @@ def connect(
         )
     if forced == "process_group":
         return None
-    name = "the default group" if description == "default_pg" else f"group {description!r}"
+    name = readable_name(description)
     group = Group(store_prefix, rank, size, timeout_s, name, global_ranks)
     hosts = find_hosts(group)
     try:

@@ -72,7 +72,7 @@ class Engine:
         # Over the CPU, groups of our own can have Gloo where the user's has it, or has nothing.
         self._cpu_backend = cpu_backend(group)
         self._takes_gloo = self._cpu_backend in ("gloo", "pydist", "")
-        self._store = own_store(group, self.size)
+        self._store = own_store(group, self.timeout_s)
         self._num_prefixes: dict[str, int] = {}
         self.communicator: _C.Communicator | None = connect(
             self.store_prefix,

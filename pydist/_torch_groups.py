@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from pydist._fresh_store import fresh_store
 from pydist.errors import UsageError
 
 
@@ -57,8 +58,7 @@ def time_limit_s(group: dist.ProcessGroup) -> float:
     return float(dist.default_pg_timeout / timedelta(seconds=1))
 
 
-def own_store(group: dist.ProcessGroup, size: int) -> PrefixStore:
-    """Keys outlive groups, and names of groups come again: a generation keeps them apart."""
+def own_store(group: dist.ProcessGroup, timeout_s: float) -> PrefixStore:
+    """A part of the group's store that nothing has been in before. Collective."""
     store = group.get_group_store()
-    generation = (store.add("pydist/generation", 1) - 1) // size
-    return PrefixStore(f"pydist/{generation}", store)
+    return fresh_store(store, group.rank(), group.size(), timeout_s, str(group.group_desc))

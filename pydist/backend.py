@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from pydist import _C
 from pydist._connect import connect
+from pydist._fresh_store import fresh_store
 from pydist._torch_groups import forced_time_limit_s
 from pydist.errors import HostError
 
@@ -48,11 +49,13 @@ def _make(
     group_name: str,
 ) -> _C.Backend:
     size = len(global_ranks)
+    timeout_s = forced_time_limit_s() or timeout / timedelta(seconds=1)
+    own = fresh_store(store, rank, size, timeout_s, description)
     communicator = connect(
-        _fresh_stores(store, size),
+        lambda name: PrefixStore(name, own),
         rank,
         size,
-        forced_time_limit_s() or timeout / timedelta(seconds=1),
+        timeout_s,
         description,
         global_ranks,
     )
@@ -71,9 +74,3 @@ def _make(
         return _make(store, ranks.index(rank), part, limit, name, name)
 
     return _C.Backend(communicator, global_ranks, group_name, split)
-
-
-def _fresh_stores(store: Store, size: int) -> Any:
-    """Keys outlive groups, and names of groups come again: a generation keeps them apart."""
-    generation = (store.add(f"{NAME}/generation", 1) - 1) // size
-    return lambda name: PrefixStore(f"{NAME}/{generation}/{name}", store)
