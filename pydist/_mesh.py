@@ -1,57 +1,173 @@
-"""Owns DTensor parameters under data parallelism: ranks average the parts that they hold."""
+"""Owns DTensor parameters under data and pipeline parallelism: ranks handle the parts they hold."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+_CUT = "_pydist_cut"  # the attribute of a local part that has its _Cut
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shard:
-    """One parameter that tensor parallelism has cut, and where its local part stays."""
+class _Cut:
+    """How tensor parallelism has cut a parameter."""
 
-    owner: torch.nn.Module
-    name: str
-    local: torch.nn.Parameter
-    whole: DTensor  # its mesh, placements, shape and stride
+    mesh: Any
+    placements: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
 
-    def show(self) -> None:
-        """Lets ``owner.name`` be a DTensor on the local part, for the forward to compute with."""
-        self.owner.__dict__[self.name] = DTensor.from_local(
-            self.local,
-            self.whole.device_mesh,
-            self.whole.placements,
+    def whole(self, part: Tensor) -> DTensor:
+        """What this rank's and its peers' parts are together. Passes gradients on to the part."""
+        return DTensor.from_local(
+            part,
+            self.mesh,
+            self.placements,
             run_check=False,
-            shape=self.whole.shape,
-            stride=self.whole.stride(),
+            shape=self.shape,
+            stride=self.stride,
         )
 
 
-def localize_parameters(module: torch.nn.Module) -> None:
-    """Makes the DTensor parameters of `module` plain ones that hold this rank's part.
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a module looks for one of its parameters."""
 
-    They are what parameters(), state_dict() and gradients are from then on. Attribute access gives
-    a DTensor on the same memory, new in each forward, that passes gradients on to the part; so
+    owner: nn.Module
+    name: str
+    local: nn.Parameter
+    cut: _Cut
+
+    def show(self) -> None:
+        """Lets ``owner.name`` be a DTensor on the local part, for the forward to compute with."""
+        self.owner.__dict__[self.name] = self.cut.whole(self.local)
+
+
+def localize_parameters(*modules: nn.Module) -> None:
+    """Makes the DTensor parameters of modules plain ones that hold this rank's part.
+
+    They are what parameters() and gradients are from then on; whole() makes DTensors of them
+    again. Attribute access gives a DTensor on the same memory, new in each forward of one of
+    `modules`, that passes gradients on to the part, in the parameter's own placements; so
     tensor-parallel layers compute as before, also where checkpointing runs them again.
     """
-    shards: list[_Shard] = []
-    made: dict[int, torch.nn.Parameter] = {}  # of parameters that several layers share
+    made: dict[int, nn.Parameter] = {}  # of parameters that several layers share
+    for module in modules:
+        places = list(_localize(module, made))
+        if places:
+            module.register_forward_pre_hook(_Showing(places))
+
+
+def _localize(module: nn.Module, made: dict[int, nn.Parameter]) -> Iterable[_Place]:
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             if not isinstance(parameter, DTensor):
                 continue
             if id(parameter) not in made:
-                made[id(parameter)] = torch.nn.Parameter(
-                    parameter.to_local().detach(), requires_grad=parameter.requires_grad
-                )
+                made[id(parameter)] = _part_of(parameter)
             owner._parameters[name] = local = made[id(parameter)]
-            shards.append(_Shard(owner, name, local, parameter.detach()))
-    if not shards:
-        return
+            yield _Place(owner, name, local, getattr(local, _CUT))
 
-    def show_all(_module: torch.nn.Module, _inputs: Any) -> None:
-        for shard in shards:
-            shard.show()
 
-    module.register_forward_pre_hook(show_all)
+def _part_of(parameter: DTensor) -> nn.Parameter:
+    local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+    cut = _Cut(parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+    setattr(local, _CUT, cut)
+    return local
+
+
+class _Showing:
+    """A forward pre-hook."""
+
+    def __init__(self, places: list[_Place]) -> None:
+        self._places = places
+
+    def __call__(self, _module: nn.Module, _inputs: Any) -> None:
+        for place in self._places:
+            place.show()
+
+
+def whole(parameter: Tensor, value: Any) -> Any:
+    """A DTensor of `value`, such as its gradient or what an optimizer keeps, where that is of the
+    shape of a parameter that is the local part of one; else `value`. Shares its memory."""
+    cut: _Cut | None = getattr(parameter, _CUT, None)
+    if cut is None or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    return cut.whole(value.detach()) if value.shape == parameter.shape else value
+
+
+def part(parameter: Tensor, value: Any) -> Any:
+    """The way back: this rank's part of a DTensor or of a tensor of the shape of the whole; what
+    has another shape stays as it is."""
+    cut: _Cut | None = getattr(parameter, _CUT, None)
+    if cut is None or not isinstance(value, Tensor) or value.shape != cut.shape:
+        return value
+    with torch.no_grad():
+        if isinstance(value, DTensor):
+            return value.redistribute(cut.mesh, cut.placements).to_local()
+        return distribute_tensor(value, cut.mesh, cut.placements, src_data_rank=None).to_local()
+
+
+def norms(gradients: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
+    """Of each gradient, as it is in the unsplit model. Of DTensors collective over their mesh, in
+    one small all-reduce for each of its dimensions."""
+    found: dict[int, Tensor] = {}
+    by_mesh: dict[Any, list[int]] = {}
+    for index, gradient in enumerate(gradients):
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(index)
+    for mesh, indices in by_mesh.items():
+        chosen = [gradients[index] for index in indices]
+        if mesh is None:
+            values = _local_norms(chosen, norm_type, foreach)
+        else:
+            values = _norms_over(mesh, chosen, norm_type, foreach)
+        found.update(zip(indices, values, strict=True))
+    return [found[index] for index in range(len(gradients))]
+
+
+def _local_norms(tensors: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
+    if foreach is False:
+        return [torch.linalg.vector_norm(tensor, norm_type) for tensor in tensors]
+    return list(torch._foreach_norm(tensors, norm_type))
+
+
+def _norms_over(
+    mesh: Any, gradients: list[Tensor], norm_type: float, foreach: bool | None
+) -> list[Tensor]:
+    settled = [_without_partial(gradient) for gradient in gradients]
+    locals_ = [gradient.to_local() for gradient in settled]
+    filled = [index for index, tensor in enumerate(locals_) if tensor.numel() > 0]
+    device = locals_[0].device
+    highest = norm_type == float("inf")
+    if norm_type < 0 or norm_type == 0:
+        raise ValueError(f"norms of order {norm_type} of DTensors cannot be added up; use another")
+    powers = torch.zeros(len(locals_), dtype=torch.float64, device=device)
+    if filled:
+        local = _local_norms([locals_[index] for index in filled], norm_type, foreach)
+        wide = torch.stack([norm.to(torch.float64) for norm in local])
+        powers[torch.tensor(filled, device=device)] = wide if highest else wide**norm_type
+    op = torch.distributed.ReduceOp.MAX if highest else torch.distributed.ReduceOp.SUM
+    for dim in range(mesh.ndim):
+        cut = [isinstance(gradient.placements[dim], Shard) for gradient in settled]
+        if not any(cut):
+            continue
+        together = powers.clone()
+        torch.distributed.all_reduce(together, op, group=mesh.get_group(dim))
+        powers = torch.where(torch.tensor(cut, device=device), together, powers)
+    totals = powers if highest else powers ** (1.0 / norm_type)
+    return [
+        total.to(gradient.dtype) for total, gradient in zip(totals.unbind(), gradients, strict=True)
+    ]
+
+
+def _without_partial(gradient: Any) -> DTensor:
+    if not any(placement.is_partial() for placement in gradient.placements):
+        settled: DTensor = gradient
+        return settled
+    placements = [Replicate() if p.is_partial() else p for p in gradient.placements]
+    summed: DTensor = gradient.redistribute(placements=placements)
+    return summed

@@ -19,6 +19,7 @@ from pydist._keywords import (
     positional_names,
 )
 from pydist._layer_times import measured_costs
+from pydist._mesh import localize_parameters
 from pydist._microbatches import Slicer
 from pydist._partition import (
     ModuleSource,
@@ -322,6 +323,8 @@ def _take_layers(
         for stage in local
     }
     separate_stages(groups, layers)
+    for named in layers.values():
+        localize_parameters(*named.values())
     return layers, groups
 
 

@@ -5,11 +5,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pydist._gather import gather_values
+from pydist._mesh import part, whole
 from pydist._unsplit import LocalPart, Order, SplitModel
 from pydist.errors import PeerError
 
@@ -22,8 +21,12 @@ class IncompatibleKeys(NamedTuple):
 
 
 def state_dict(model: SplitModel, keep_vars: bool = False) -> dict[str, Any]:
-    """This rank's part, with the names of the unsplit model; a reference to it, as torch's is."""
-    found: dict[str, Any] = LocalPart(model.local_layers).state_dict(keep_vars=keep_vars)
+    """This rank's part, with the names of the unsplit model; a reference to it, as torch's is.
+    What tensor parallelism has cut are DTensors in it."""
+    found: dict[str, Any] = LocalPart(model.local_layers).state_dict(keep_vars=True)
+    if not keep_vars:
+        for name, value in found.items():
+            found[name] = whole(value, value.detach() if isinstance(value, Tensor) else value)
     return found
 
 
@@ -38,12 +41,13 @@ def full_state_dict(model: SplitModel, rank0_only: bool = False) -> dict[str, An
         return None
     values: dict[str, Any] = {}
     versions: OrderedDict[str, Any] = OrderedDict()
-    for part, its_metadata in parts:
-        values.update(part)
+    for of_rank, its_metadata in parts:
+        values.update(of_rank)
         versions.update(its_metadata)
-    whole = OrderedDict((name, values[name]) for name in Order(model.layer_names).sorted([*values]))
-    whole._metadata = versions  # type: ignore[attr-defined]
-    return whole
+    names = Order(model.layer_names).sorted([*values])
+    unsplit = OrderedDict((name, values[name]) for name in names)
+    unsplit._metadata = versions  # type: ignore[attr-defined]
+    return unsplit
 
 
 def load_state_dict(
@@ -99,7 +103,7 @@ class _Loading:
 
     def _prepared(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """With the one value that torch would leave in a tied parameter, the last name's, under
-        all of its names, and whole tensors for DTensors cut."""
+        all of its names, and this rank's part of whole ones that tensor parallelism has cut."""
         changed: dict[str, Any] = {}
         for names in self._model.tied_names:
             there = [name for name in names if name in state]
@@ -107,8 +111,9 @@ class _Loading:
                 changed.update(dict.fromkeys(there, state[there[-1]]))
         for name, own in self._part.state_dict(keep_vars=True).items():
             value = changed.get(name, state.get(name))
-            if isinstance(own, DTensor) and not isinstance(value, DTensor):
-                changed[name] = _cut_like(own, value)
+            cut = part(own, value)
+            if cut is not value:
+                changed[name] = cut
         if not changed:
             return state
         prepared = OrderedDict(state) | changed
@@ -140,13 +145,6 @@ class _Loading:
             [name for name in unexpected if name not in known],
             _once(problem for report in all_ranks for problem in report["problems"]),
         )
-
-
-def _cut_like(own: DTensor, value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.shape != own.shape:
-        return value  # which load_state_dict will complain about
-    with torch.no_grad():
-        return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
 
 
 def _once(names: Iterable[str]) -> list[str]:
