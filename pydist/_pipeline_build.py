@@ -144,6 +144,8 @@ def build_pipeline(
     device = agree_on_device(engine, own_device)
     verify_settings(engine, model_name, _agreed(settings, plan, partition, groups))
     verify_layers(engine, model_name, _layers_given(model, partition))
+    for named in layers.values():
+        localize_parameters(*named.values())
     base_seed = int(engine.exchange_bytes(str(torch.initial_seed()).encode())[0])
     routes = KeywordRoutes(
         exchange_names(engine, {stage: found.names for stage, found in stages.items()})
@@ -323,8 +325,6 @@ def _take_layers(
         for stage in local
     }
     separate_stages(groups, layers)
-    for named in layers.values():
-        localize_parameters(*named.values())
     return layers, groups
 
 
