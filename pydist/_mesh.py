@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from pydist.errors import UsageError
 
 _CUT = "_pydist_cut"  # the attribute of a local part that has its _Cut
 
@@ -38,21 +40,23 @@ class _Place:
 
     owner: nn.Module
     name: str
-    local: nn.Parameter
     cut: _Cut
 
     def show(self) -> None:
         """Lets ``owner.name`` be a DTensor on the local part, for the forward to compute with."""
-        self.owner.__dict__[self.name] = self.cut.whole(self.local)
+        local = self.owner._parameters[self.name]  # which may have been replaced
+        if local is not None:
+            self.owner.__dict__[self.name] = self.cut.whole(local)
 
 
 def localize_parameters(*modules: nn.Module) -> None:
     """Makes the DTensor parameters of modules plain ones that hold this rank's part.
 
-    They are what parameters() and gradients are from then on; whole() makes DTensors of them
-    again. Attribute access gives a DTensor on the same memory, new in each forward of one of
-    `modules`, that passes gradients on to the part, in the parameter's own placements; so
-    tensor-parallel layers compute as before, also where checkpointing runs them again.
+    They are what parameters() and gradients are from then on. Attribute access gives a DTensor on
+    the same memory, new in each forward of one of `modules`, that passes gradients on to the part,
+    in the parameter's own placements; so tensor-parallel layers compute as before, also where
+    checkpointing runs them again. state_dict() has DTensors, as before: parts under one name would
+    overwrite each other in a checkpoint. load_state_dict() takes these, parts, and whole tensors.
     """
     made: dict[int, nn.Parameter] = {}  # of parameters that several layers share
     for module in modules:
@@ -63,20 +67,37 @@ def localize_parameters(*modules: nn.Module) -> None:
 
 def _localize(module: nn.Module, made: dict[int, nn.Parameter]) -> Iterable[_Place]:
     for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if not isinstance(parameter, DTensor):
-                continue
+        found = {n: p for n, p in owner._parameters.items() if isinstance(p, DTensor)}
+        for name, parameter in found.items():
             if id(parameter) not in made:
                 made[id(parameter)] = _part_of(parameter)
             owner._parameters[name] = local = made[id(parameter)]
-            yield _Place(owner, name, local, getattr(local, _CUT))
+            yield _Place(owner, name, getattr(local, _CUT))
+        if found:
+            owner.register_state_dict_post_hook(_show_whole)
+            owner.register_load_state_dict_pre_hook(_take_parts)
 
 
-def _part_of(parameter: DTensor) -> nn.Parameter:
+def _part_of(parameter: Any) -> nn.Parameter:
     local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
     cut = _Cut(parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
     setattr(local, _CUT, cut)
     return local
+
+
+def _show_whole(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    for name, parameter in module._parameters.items():
+        key = prefix + name
+        # With keep_vars it is the parameter.
+        if parameter is not None and state.get(key, parameter) is not parameter:
+            state[key] = whole(parameter, state[key])
+
+
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module._parameters.items():
+        key = prefix + name
+        if parameter is not None and key in state:
+            state[key] = part(parameter, state[key])
 
 
 class _Showing:
@@ -139,20 +160,20 @@ def _norms_over(
     mesh: Any, gradients: list[Tensor], norm_type: float, foreach: bool | None
 ) -> list[Tensor]:
     settled = [_without_partial(gradient) for gradient in gradients]
-    locals_ = [gradient.to_local() for gradient in settled]
-    filled = [index for index, tensor in enumerate(locals_) if tensor.numel() > 0]
-    device = locals_[0].device
+    parts = [gradient.to_local() for gradient in settled]
+    filled = [index for index, tensor in enumerate(parts) if tensor.numel() > 0]
+    device = parts[0].device
     highest = norm_type == float("inf")
-    if norm_type < 0 or norm_type == 0:
-        raise ValueError(f"norms of order {norm_type} of DTensors cannot be added up; use another")
-    powers = torch.zeros(len(locals_), dtype=torch.float64, device=device)
+    if norm_type <= 0:
+        raise UsageError(f"norms of order {norm_type} of DTensors cannot be added up; use another")
+    powers = torch.zeros(len(parts), dtype=torch.float64, device=device)
     if filled:
-        local = _local_norms([locals_[index] for index in filled], norm_type, foreach)
+        local = _local_norms([parts[index] for index in filled], norm_type, foreach)
         wide = torch.stack([norm.to(torch.float64) for norm in local])
         powers[torch.tensor(filled, device=device)] = wide if highest else wide**norm_type
     op = torch.distributed.ReduceOp.MAX if highest else torch.distributed.ReduceOp.SUM
     for dim in range(mesh.ndim):
-        cut = [isinstance(gradient.placements[dim], Shard) for gradient in settled]
+        cut = [not gradient.placements[dim].is_replicate() for gradient in settled]
         if not any(cut):
             continue
         together = powers.clone()

@@ -5,10 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from pydist._gather import gather_values
-from pydist._mesh import part, whole
 from pydist._unsplit import LocalPart, Order, SplitModel
 from pydist.errors import PeerError
 
@@ -21,12 +18,8 @@ class IncompatibleKeys(NamedTuple):
 
 
 def state_dict(model: SplitModel, keep_vars: bool = False) -> dict[str, Any]:
-    """This rank's part, with the names of the unsplit model; a reference to it, as torch's is.
-    What tensor parallelism has cut are DTensors in it."""
-    found: dict[str, Any] = LocalPart(model.local_layers).state_dict(keep_vars=True)
-    if not keep_vars:
-        for name, value in found.items():
-            found[name] = whole(value, value.detach() if isinstance(value, Tensor) else value)
+    """This rank's part, with the names of the unsplit model; a reference to it, as torch's is."""
+    found: dict[str, Any] = LocalPart(model.local_layers).state_dict(keep_vars=keep_vars)
     return found
 
 
@@ -41,13 +34,12 @@ def full_state_dict(model: SplitModel, rank0_only: bool = False) -> dict[str, An
         return None
     values: dict[str, Any] = {}
     versions: OrderedDict[str, Any] = OrderedDict()
-    for of_rank, its_metadata in parts:
-        values.update(of_rank)
+    for part, its_metadata in parts:
+        values.update(part)
         versions.update(its_metadata)
-    names = Order(model.layer_names).sorted([*values])
-    unsplit = OrderedDict((name, values[name]) for name in names)
-    unsplit._metadata = versions  # type: ignore[attr-defined]
-    return unsplit
+    whole = OrderedDict((name, values[name]) for name in Order(model.layer_names).sorted([*values]))
+    whole._metadata = versions  # type: ignore[attr-defined]
+    return whole
 
 
 def load_state_dict(
@@ -103,17 +95,12 @@ class _Loading:
 
     def _prepared(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """With the one value that torch would leave in a tied parameter, the last name's, under
-        all of its names, and this rank's part of whole ones that tensor parallelism has cut."""
+        all of its names."""
         changed: dict[str, Any] = {}
         for names in self._model.tied_names:
             there = [name for name in names if name in state]
             if there:
                 changed.update(dict.fromkeys(there, state[there[-1]]))
-        for name, own in self._part.state_dict(keep_vars=True).items():
-            value = changed.get(name, state.get(name))
-            cut = part(own, value)
-            if cut is not value:
-                changed[name] = cut
         if not changed:
             return state
         prepared = OrderedDict(state) | changed

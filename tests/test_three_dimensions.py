@@ -240,9 +240,7 @@ def train_replicas(rank: int, world_size: int) -> None:
             each.step()
             each.zero_grad()
     assert_same_on_all_ranks(ddp.parameters(), mesh.get_group("dp"))
-    for (name, part), whole in zip(
-        ddp.module.named_parameters(), model.parameters(), strict=True
-    ):
+    for (name, part), whole in zip(ddp.module.named_parameters(), model.parameters(), strict=True):
         if part.shape != whole.shape:
             dim = next(d for d in range(whole.dim()) if part.shape[d] != whole.shape[d])
             whole = whole.chunk(2, dim)[mesh.get_local_rank("tp")]
