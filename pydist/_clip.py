@@ -111,6 +111,23 @@ class GradientClip:
         return gradients[0].device
 
 
+def clip_parts_(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ for an unsplit model, some of whose parameters are parts of
+    DTensors. Collective over the meshes of these."""
+    gradients = [whole(p, p.grad) for p in parameters if p.grad is not None]
+    with torch.no_grad():
+        found = norms(gradients, norm_type, foreach)
+        total = torch.nn.utils.get_total_norm(found, norm_type, error_if_nonfinite, foreach)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    return total
+
+
 def _promoted(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     found = dtypes[0]
     for dtype in dtypes[1:]:
