@@ -49,8 +49,9 @@ class _Place:
             self.owner.__dict__[self.name] = self.cut.whole(local)
 
 
-def localize_parameters(*modules: nn.Module) -> None:
-    """Makes the DTensor parameters of modules plain ones that hold this rank's part.
+def localize_parameters(*modules: nn.Module) -> bool:
+    """Makes the DTensor parameters of modules plain ones that hold this rank's part. Returns
+    whether there are any.
 
     They are what parameters() and gradients are from then on. Attribute access gives a DTensor on
     the same memory, new in each forward of one of `modules`, that passes gradients on to the part,
@@ -63,6 +64,7 @@ def localize_parameters(*modules: nn.Module) -> None:
         places = list(_localize(module, made))
         if places:
             module.register_forward_pre_hook(_Showing(places))
+    return bool(made)
 
 
 def _localize(module: nn.Module, made: dict[int, nn.Parameter]) -> Iterable[_Place]:

@@ -144,8 +144,7 @@ def build_pipeline(
     device = agree_on_device(engine, own_device)
     verify_settings(engine, model_name, _agreed(settings, plan, partition, groups))
     verify_layers(engine, model_name, _layers_given(model, partition))
-    for named in layers.values():
-        localize_parameters(*named.values())
+    cut_stages = [stage for stage in local if localize_parameters(*layers[stage].values())]
     base_seed = int(engine.exchange_bytes(str(torch.initial_seed()).encode())[0])
     routes = KeywordRoutes(
         exchange_names(engine, {stage: found.names for stage, found in stages.items()})
@@ -198,7 +197,7 @@ def build_pipeline(
         executor=make_executor(plan),
         slicer=slicer,
         routes=routes,
-        frame=StepFrame(statistics, tied),
+        frame=StepFrame(statistics, tied, is_cut=bool(cut_stages)),
         _make_executor=make_executor,
     )
 
