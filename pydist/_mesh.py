@@ -1,7 +1,7 @@
 """Owns DTensor parameters under data and pipeline parallelism: ranks handle the parts they hold."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,22 @@ def localize_parameters(*modules: nn.Module) -> bool:
     return bool(made)
 
 
+def check_crossing(module: nn.Module, ranks: Sequence[int]) -> None:
+    """Raises UsageError where two of `ranks`, a group of data or pipeline parallelism, hold parts
+    of one parameter, which they would take for the same or for two parameters."""
+    for name, parameter in module.named_parameters():
+        is_whole = isinstance(parameter, DTensor)
+        cut = _cut_of(parameter) if is_whole else getattr(parameter, _CUT, None)
+        holders = [] if cut is None else cut.mesh.mesh.flatten().tolist()
+        shared = sorted(set(holders) & set(ranks))
+        if len(shared) > 1:
+            raise UsageError(
+                f"ranks {shared} hold parts of {name}, a DTensor, so they cannot be in one group "
+                f"of data or pipeline parallelism, {list(ranks)}; such a group and one of tensor "
+                "parallelism cross in one rank"
+            )
+
+
 def _localize(module: nn.Module, made: dict[int, nn.Parameter]) -> Iterable[_Place]:
     for owner in module.modules():
         found = {n: p for n, p in owner._parameters.items() if isinstance(p, DTensor)}
@@ -82,9 +98,12 @@ def _localize(module: nn.Module, made: dict[int, nn.Parameter]) -> Iterable[_Pla
 
 def _part_of(parameter: Any) -> nn.Parameter:
     local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
-    cut = _Cut(parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
-    setattr(local, _CUT, cut)
+    setattr(local, _CUT, _cut_of(parameter))
     return local
+
+
+def _cut_of(parameter: Any) -> _Cut:
+    return _Cut(parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
 
 
 def _show_whole(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

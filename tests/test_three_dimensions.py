@@ -165,6 +165,30 @@ def test_other_dimensions_are_refused() -> None:
     get_pool(4).run(refuse_names)
 
 
+def refuse_groups(rank: int, world_size: int) -> None:
+    mesh = mesh_of("dp", "pp", "tp", shape=(1, 2, 2))
+    own = functools.partial(parallelized, make_gpt(), mesh["tp"])
+    wrong, right = mesh.get_group("tp"), mesh.get_group("pp")
+    make = functools.partial(PipelineParallel, num_microbatches=2, loss_fn=loss_fn)
+    for call in (
+        lambda: make(own()),
+        lambda: make(own(), process_group=right, data_parallel_group=wrong),
+        lambda: pydist.DataParallel(own(), device_mesh=mesh["tp"]),
+    ):
+        text = str(expect_error(UsageError, call))
+        assert "hold parts of " in text
+        assert "weight, a DTensor, so they cannot be in one group" in text
+    for group in (None, right):
+        make_replica = functools.partial(pydist.DataParallel, own(), process_group=group)
+        text = str(expect_error(UsageError, make_replica))
+        assert "is a DTensor; instead of process_group give device_mesh" in text
+
+
+def test_groups_that_hold_several_parts_are_refused() -> None:
+    """They would average parts of different things, or wait for each other in vain."""
+    get_pool(4).run(refuse_groups)
+
+
 class Fragile(nn.Module):
     """Raises in the last forward of the step that it is told to."""
 
