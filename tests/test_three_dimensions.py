@@ -6,6 +6,8 @@ import functools
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import pydist
@@ -29,12 +31,11 @@ from reference import assert_same_on_all_ranks, expect_error
 NUM_STEPS = 3
 MAX_NORM = 0.05  # below what every step has
 DIMENSIONS = ("dp", "pp", "tp")
+HALVES = (slice(0, 2), slice(2, 5))  # of the model's layers
 
 
-def make_pipeline(model: nn.Sequential, mesh: Any, **options: Any) -> PipelineParallel:
-    options = {"device_mesh": mesh, "loss_fn": loss_fn, "balance": "uniform", **options}
-    own = parallelized(model, mesh["tp"])
-    return PipelineParallel(own, num_microbatches=NUM_SEQUENCES, **options)
+def make_pipeline(model: Any, mesh: Any = None, **options: Any) -> PipelineParallel:
+    return PipelineParallel(model, NUM_SEQUENCES, loss_fn, device_mesh=mesh, **options)
 
 
 def run_step(pipeline: PipelineParallel, step: int, replica: int = 0) -> float:
@@ -77,19 +78,20 @@ def compare_steps(
 def train_eight(rank: int, world_size: int, way: str) -> None:
     mesh = mesh_of(*DIMENSIONS)
     model = make_gpt()
+    given: Any = mesh
     options: dict[str, Any] = {}
     if way == "frozen":
         for name in ("0.weight", "1.wide.weight", "2.query.bias"):
             model.get_parameter(name).requires_grad_(False)
     elif way == "slice":
-        options["device_mesh"] = mesh["dp", "pp"]
+        given = mesh["dp", "pp"]
     elif way == "groups":
-        groups = {"process_group": mesh.get_group("pp")}
-        groups["data_parallel_group"] = mesh.get_group("dp")
-        options = {**groups, "device_mesh": None}
+        given = None
+        options["process_group"] = mesh.get_group("pp")
+        options["data_parallel_group"] = mesh.get_group("dp")
     elif way == "views":
         options["data_parallel_options"] = {"gradient_as_bucket_view": True}
-    pipeline = make_pipeline(model, mesh, **options)
+    pipeline = make_pipeline(parallelized(model, mesh["tp"]), given, **options)
     compare_steps(pipeline, model, mesh, accumulate=way == "groups")
 
 
@@ -104,7 +106,8 @@ def train_four(rank: int, world_size: int, kind: str) -> None:
     mesh = mesh_of("pp", "tp")
     model = make_gpt(4)
     stages_per_rank = 1 if kind == "zb-h1" else 2
-    pipeline = make_pipeline(model, mesh, schedule=kind, stages_per_rank=stages_per_rank)
+    options = {"schedule": kind, "stages_per_rank": stages_per_rank, "balance": "uniform"}
+    pipeline = make_pipeline(parallelized(model, mesh["tp"]), mesh, **options)
     compare_steps(pipeline, model, mesh)
 
 
@@ -113,6 +116,41 @@ def test_schedules(kind: str) -> None:
     """Backwards cut into gradients of inputs and of weights; several stages of a rank, of which
     one has the embedding and another the head (zb-v), which are one parameter."""
     get_pool(4).run(train_four, kind)
+
+
+def train_callables(rank: int, world_size: int) -> None:
+    mesh = mesh_of("pp", "tp")
+    model = make_gpt()
+    stages = [lambda part=part: parallelized(make_gpt(), mesh["tp"])[part] for part in HALVES]
+    pipeline = make_pipeline(stages, mesh, tied=[("0.0.weight", "1.4.weight")])
+    whole = nn.Sequential(*(model[part] for part in HALVES))
+    assert whole[0][0].weight is whole[1][-1].weight
+    compare_steps(pipeline, whole, mesh)
+
+
+def test_stages_made_by_callables() -> None:
+    """Each rank makes and cuts its own stage alone."""
+    get_pool(4).run(train_callables)
+
+
+def drop_out(rank: int, world_size: int) -> None:
+    def with_dropout(model: nn.Sequential) -> nn.Sequential:
+        return nn.Sequential(model[0], nn.Dropout(0.5), *model[1:3], nn.Dropout(0.5), *model[3:])
+
+    mesh = mesh_of("pp", "tp")
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    torch.manual_seed(9)
+    expected = make_pipeline(with_dropout(make_gpt()), process_group=alone)
+    torch.manual_seed(9)
+    found = make_pipeline(with_dropout(parallelized(make_gpt(), mesh["tp"])), mesh)
+    for step in range(NUM_STEPS):
+        assert abs(run_step(found, step) - run_step(expected, step)) < 1e-10
+    assert_gradients(found, expected)
+
+
+def test_dropout() -> None:
+    """Ranks of a stage draw the masks of an unsplit model."""
+    get_pool(4).run(drop_out)
 
 
 def train_replicas(rank: int, world_size: int) -> None:
