@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pydist.errors import UsageError
 
@@ -178,15 +178,14 @@ def _local_norms(tensors: list[Tensor], norm_type: float, foreach: bool | None) 
 
 
 def _norms_over(
-    mesh: Any, gradients: list[Tensor], norm_type: float, foreach: bool | None
+    mesh: Any, gradients: list[Any], norm_type: float, foreach: bool | None
 ) -> list[Tensor]:
-    settled = [_without_partial(gradient) for gradient in gradients]
-    parts = [gradient.to_local() for gradient in settled]
+    if norm_type <= 0:
+        raise UsageError(f"norms of order {norm_type} of DTensors cannot be added up; use another")
+    parts = [gradient.to_local() for gradient in gradients]
     filled = [index for index, tensor in enumerate(parts) if tensor.numel() > 0]
     device = parts[0].device
     highest = norm_type == float("inf")
-    if norm_type <= 0:
-        raise UsageError(f"norms of order {norm_type} of DTensors cannot be added up; use another")
     powers = torch.zeros(len(parts), dtype=torch.float64, device=device)
     if filled:
         local = _local_norms([parts[index] for index in filled], norm_type, foreach)
@@ -194,7 +193,7 @@ def _norms_over(
         powers[torch.tensor(filled, device=device)] = wide if highest else wide**norm_type
     op = torch.distributed.ReduceOp.MAX if highest else torch.distributed.ReduceOp.SUM
     for dim in range(mesh.ndim):
-        cut = [not gradient.placements[dim].is_replicate() for gradient in settled]
+        cut = [not gradient.placements[dim].is_replicate() for gradient in gradients]
         if not any(cut):
             continue
         together = powers.clone()
@@ -204,12 +203,3 @@ def _norms_over(
     return [
         total.to(gradient.dtype) for total, gradient in zip(totals.unbind(), gradients, strict=True)
     ]
-
-
-def _without_partial(gradient: Any) -> DTensor:
-    if not any(placement.is_partial() for placement in gradient.placements):
-        settled: DTensor = gradient
-        return settled
-    placements = [Replicate() if p.is_partial() else p for p in gradient.placements]
-    summed: DTensor = gradient.redistribute(placements=placements)
-    return summed
