@@ -48,8 +48,9 @@ def resolve_group(
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     if device_mesh._get_root_mesh() != device_mesh:
         # The other dimensions are tensor parallelism. Its import is slow, and rarely needed.
-        from pydist._mesh import localize_parameters
+        from pydist._mesh import check_crossing, localize_parameters
 
+        check_crossing(module, device_mesh.mesh.tolist())
         localize_parameters(module)
     group = device_mesh.get_group(mesh_dim=0)
     assert isinstance(group, dist.ProcessGroup)
@@ -303,6 +304,11 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
         )
     if parameter.device.type != "cpu":
         require_device(parameter, f"parameter {name}")
+    if hasattr(parameter, "device_mesh"):
+        raise UsageError(
+            f"parameter {name} is a DTensor; instead of process_group give device_mesh, one "
+            'dimension of the mesh that has its as another: device_mesh=mesh["dp"]'
+        )
     if parameter.layout != torch.strided:
         raise UsageError(f"parameter {name} is sparse; parameters must be dense")
     if any(

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from pydist._mesh import norms, whole
 from pydist._process_group import SUM
 from pydist._unsplit import LocalPart, Order, SplitModel, first_names
 from pydist.errors import UsageError
@@ -75,7 +75,7 @@ class GradientClip:
             problem = error
             table[-1] = 1.0
         engine.operations.all_reduce(table, SUM, False)
-        norms, present, counts, failed = table.split(sizes)
+        of_each, present, counts, failed = table.split(sizes)
         if bool(failed):
             with engine.all_or_none("clip_grad_norm_"):
                 if problem is not None:
@@ -83,7 +83,7 @@ class GradientClip:
         if not bool(present.any()):
             return torch.tensor(0.0)
         dtype = _promoted([d for d, n in zip(_DTYPES, counts.tolist(), strict=True) if n > 0])
-        total: Tensor = torch.linalg.vector_norm(norms[present > 0].to(dtype), norm_type)
+        total: Tensor = torch.linalg.vector_norm(of_each[present > 0].to(dtype), norm_type)
         return total if device is None else total.to(device)
 
     def _fill(self, table: Tensor, norm_type: float, foreach: bool | None) -> torch.device | None:
@@ -98,25 +98,34 @@ class GradientClip:
                 )
             if parameter.grad is not None:
                 places.append(self._places[name])
-                gradients.append(parameter.grad)
+                gradients.append(whole(parameter, parameter.grad))
         if not gradients:
             return None
-        norms = _norms(gradients, norm_type, foreach)
+        with torch.no_grad():
+            found = norms(gradients, norm_type, foreach)
         index = torch.tensor(places)
-        table[index] = torch.stack([norm.to(torch.float64) for norm in norms]).cpu()
+        table[index] = torch.stack([norm.to(torch.float64) for norm in found]).cpu()
         table[index + self._num_parameters] = 1.0
-        for norm in norms:
+        for norm in found:
             table[2 * self._num_parameters + _DTYPES.index(norm.dtype)] += 1
         return gradients[0].device
 
 
-@torch.no_grad()
-def _norms(gradients: list[Tensor], norm_type: float, foreach: bool | None) -> list[Tensor]:
-    if foreach is False:
-        norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
-    else:
-        norms = list(torch._foreach_norm(gradients, norm_type))
-    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+def clip_parts_(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_ for an unsplit model, some of whose parameters are parts of
+    DTensors. Collective over the meshes of these."""
+    gradients = [whole(p, p.grad) for p in parameters if p.grad is not None]
+    with torch.no_grad():
+        found = norms(gradients, norm_type, foreach)
+        total = torch.nn.utils.get_total_norm(found, norm_type, error_if_nonfinite, foreach)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach)
+    return total
 
 
 def _promoted(dtypes: Sequence[torch.dtype]) -> torch.dtype:

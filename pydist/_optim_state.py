@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pydist._gather import gather_values
+from pydist._mesh import part, whole
 from pydist._trees import map_tensors
 from pydist._unsplit import LocalPart, Order, SplitModel, first_names
 from pydist.errors import UsageError
@@ -153,9 +154,9 @@ class _NamedOptimizer:
             return {}
         entries = self._optimizer.state_dict()["state"]
         return {
-            name: entries[index]
+            name: {key: whole(self._parameters[index], value) for key, value in entry.items()}
             for index, name in self._named.items()
-            if index in entries and (shared or index in self._given)
+            if (entry := entries.get(index)) is not None and (shared or index in self._given)
         }
 
     def groups(self) -> list[dict[str, Any]]:
@@ -188,7 +189,9 @@ class _NamedOptimizer:
                     continue
                 sources[name] = group_of[name]
                 if name in state["state"]:
-                    entries[index] = map_tensors(torch.clone, state["state"][name])
+                    entry = state["state"][name]
+                    cut = {key: part(self._parameters[index], entry[key]) for key in entry}
+                    entries[index] = map_tensors(torch.clone, cut)
             options = _common_options(place, sources)
             if not group["params"] and place < len(saved_groups):
                 options = _options(saved_groups[place])

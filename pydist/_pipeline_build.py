@@ -19,6 +19,7 @@ from pydist._keywords import (
     positional_names,
 )
 from pydist._layer_times import measured_costs
+from pydist._mesh import check_crossing, localize_parameters
 from pydist._microbatches import Slicer
 from pydist._partition import (
     ModuleSource,
@@ -38,6 +39,7 @@ from pydist._running_statistics import StageStatistics
 from pydist._stage import ModuleStage, Names, SequentialStage, keyword_names
 from pydist._stage_device import agree_on_device, device_of, goes_over_device
 from pydist._tied_weights import TiedWeights, separate_stages
+from pydist._unsplit import LocalPart
 from pydist._verification import verify_layers, verify_settings
 from pydist.errors import UsageError
 from pydist.schedule import Schedule
@@ -143,6 +145,9 @@ def build_pipeline(
     device = agree_on_device(engine, own_device)
     verify_settings(engine, model_name, _agreed(settings, plan, partition, groups))
     verify_layers(engine, model_name, _layers_given(model, partition))
+    with engine.all_or_none(f"making {model_name}"):
+        check_crossing(LocalPart(local_layers), engine.global_ranks)
+        is_cut = localize_parameters(*[layer for _, layer in local_layers])
     base_seed = int(engine.exchange_bytes(str(torch.initial_seed()).encode())[0])
     routes = KeywordRoutes(
         exchange_names(engine, {stage: found.names for stage, found in stages.items()})
@@ -195,7 +200,7 @@ def build_pipeline(
         executor=make_executor(plan),
         slicer=slicer,
         routes=routes,
-        frame=StepFrame(statistics, tied),
+        frame=StepFrame(statistics, tied, is_cut),
         _make_executor=make_executor,
     )
 

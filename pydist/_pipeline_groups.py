@@ -12,6 +12,7 @@ from pydist.errors import UsageError
 # Of a mesh's dimensions.
 PIPELINE = "pp"
 DATA_PARALLEL = "dp"
+TENSOR_PARALLEL = "tp"  # within stages: the model's own affair
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,11 @@ def resolve_pipeline_groups(
 
 def _of_mesh(mesh: Any) -> PipelineGroups:
     names = mesh.mesh_dim_names
-    if names is None or PIPELINE not in names or not set(names) <= {PIPELINE, DATA_PARALLEL}:
+    known = {PIPELINE, DATA_PARALLEL, TENSOR_PARALLEL}
+    if names is None or PIPELINE not in names or not set(names) <= known:
         raise UsageError(
-            f'device_mesh must have a dimension "{PIPELINE}" and may have one "{DATA_PARALLEL}", '
-            f"in any order, got {names}: {_fitting(tuple(mesh.shape))}"
+            f'device_mesh must have a dimension "{PIPELINE}" and may have "{DATA_PARALLEL}" and '
+            f'"{TENSOR_PARALLEL}", in any order, got {names}: {_fitting(tuple(mesh.shape))}'
         )
     replicas = mesh.get_group(DATA_PARALLEL) if DATA_PARALLEL in names else None
     return PipelineGroups(mesh.get_group(PIPELINE), replicas)
@@ -59,6 +61,8 @@ def _of_mesh(mesh: Any) -> PipelineGroups:
 
 def _fitting(shape: tuple[int, ...]) -> str:
     """How to make a mesh of as many ranks."""
+    if len(shape) == 3:
+        return f'init_device_mesh("cpu", {shape}, mesh_dim_names=("dp", "pp", "tp"))'
     if len(shape) == 2:
         return f'init_device_mesh("cpu", {shape}, mesh_dim_names=("dp", "pp"))'
     return f'init_device_mesh("cpu", ({math.prod(shape)},), mesh_dim_names=("pp",))'

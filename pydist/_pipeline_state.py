@@ -5,10 +5,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
-
 from pydist._gather import gather_values
 from pydist._unsplit import LocalPart, Order, SplitModel
 from pydist.errors import PeerError
@@ -99,16 +95,12 @@ class _Loading:
 
     def _prepared(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """With the one value that torch would leave in a tied parameter, the last name's, under
-        all of its names, and whole tensors for DTensors cut."""
+        all of its names."""
         changed: dict[str, Any] = {}
         for names in self._model.tied_names:
             there = [name for name in names if name in state]
             if there:
                 changed.update(dict.fromkeys(there, state[there[-1]]))
-        for name, own in self._part.state_dict(keep_vars=True).items():
-            value = changed.get(name, state.get(name))
-            if isinstance(own, DTensor) and not isinstance(value, DTensor):
-                changed[name] = _cut_like(own, value)
         if not changed:
             return state
         prepared = OrderedDict(state) | changed
@@ -140,13 +132,6 @@ class _Loading:
             [name for name in unexpected if name not in known],
             _once(problem for report in all_ranks for problem in report["problems"]),
         )
-
-
-def _cut_like(own: DTensor, value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.shape != own.shape:
-        return value  # which load_state_dict will complain about
-    with torch.no_grad():
-        return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
 
 
 def _once(names: Iterable[str]) -> list[str]:

@@ -39,14 +39,28 @@ class StepResult(NamedTuple):
 
 
 class StepFrame:
-    """What this rank does around the actions of a step."""
+    """What this rank does around the actions of a step.
 
-    def __init__(self, statistics: Sequence[StageStatistics], tied: TiedWeights) -> None:
+    `is_cut`: tensor parallelism has cut its stages. A step that fails may leave ranks that compute
+    a layer together in different collectives of it, which would then take each other's values.
+    """
+
+    def __init__(
+        self, statistics: Sequence[StageStatistics], tied: TiedWeights, is_cut: bool
+    ) -> None:
         self._statistics = statistics
         self._tied = tied
+        self._is_cut = is_cut
+        self._failed = False
 
     def prepare(self, training: bool) -> None:
         """Before the step begins anywhere. Raises UsageError where it must not."""
+        if self._is_cut and self._failed:
+            raise UsageError(
+                "an earlier step failed, and this rank's stages are cut by tensor parallelism: the "
+                "ranks that compute its layers together may be a collective apart, and would mix "
+                "up values. End all ranks, and go on from a checkpoint."
+            )
         if training:
             self._tied.check()
         self._tied.link()
@@ -61,6 +75,7 @@ class StepFrame:
                 self._tied.before_step()
             yield
         except BaseException:
+            self._failed = True
             for statistics in self._statistics:
                 statistics.drop_step()
             if training:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from pydist import _C
 from pydist._engine import group_engine
+from pydist._mesh import check_crossing
 from pydist._process_group import MEAN, SUM
 from pydist._replica_audit import compare_replicas
 from pydist._verification import verify_settings
@@ -71,6 +72,7 @@ class StageReduction(DataParallel):
         group: dist.ProcessGroup,
         options: Mapping[str, Any],
     ) -> None:
+        check_crossing(module, dist.get_process_group_ranks(group))
         self._stage = stage
         self._suspect = False  # replicas may differ since a failed step
         super().__init__(module, process_group=group, **options)

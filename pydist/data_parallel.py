@@ -65,7 +65,8 @@ class DataParallel(JoinSurface, HookSurface):
             deprecated. At the start they are the first rank's in any case.
         init_sync: verify the model across ranks, and send the first rank's state, at the start.
         process_group, device_mesh: the ranks, as a group or as a 1-D mesh (or one dimension of a
-            larger mesh); default: all.
+            larger mesh, along whose others torch's tensor parallelism may have cut the module:
+            parameters are then parts, and state_dict() has DTensors); default: all.
         bucket_cap_mb, bucket_cap_mb_list: small gradients travel together in buckets of about this
             many MiB; default 25, and 1 for the first. A list has the sizes of successive buckets,
             the last that of all further ones, and wins.
@@ -329,6 +330,20 @@ class DataParallel(JoinSurface, HookSurface):
         names = [self._names[index] for index in indices[:_NUM_NAMED]]
         more = f" and {len(indices) - _NUM_NAMED} more" if len(indices) > _NUM_NAMED else ""
         return ", ".join(names) + more
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """torch.nn.utils.clip_grad_norm_ for a module with tensor parallelism inside, of which
+        torch's own would see this rank's parts alone. Collective over the ranks that hold them."""
+        from pydist._clip import clip_parts_  # its import of DTensors is slow, and rarely needed
+
+        parameters = list(self.parameters())
+        return clip_parts_(parameters, max_norm, float(norm_type), error_if_nonfinite, foreach)
 
     def report(self) -> Report:
         """What happened so far, readable as a table: buckets, bytes, times, late ranks, hints."""

@@ -61,8 +61,8 @@ class PipelineParallel(PipelineState):
             that train replicas of the model. Gradients are the mean over them, and replicas start
             as the first one is. A stage's gradients are averaged around the action that is its last
             B or W, once a step, while other actions go on.
-        device_mesh: in the place of both groups: a mesh with a dimension "pp", and "dp" for
-            replicas, in any order.
+        device_mesh: in the place of both groups: a mesh with a dimension "pp", "dp" for replicas,
+            and "tp" if torch's tensor parallelism has cut the stages over it, in any order.
         data_parallel_options: further arguments of DataParallel, by name, for every stage
             (bucket_cap_mb, gradient_as_bucket_view, wire_dtype, unused_parameters, ...).
         tied: groups of names of parameters that are one in the unsplit model, one in each of

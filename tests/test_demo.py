@@ -1,4 +1,6 @@
-"""Owns the tests of the demo, examples/train_gpt.py: it trains, and it notices wrong engines."""
+"""Owns the tests of the demo, examples/train_gpt.py, and of the example of three dimensions,
+examples/train_gpt_3d.py: they train, and they notice wrong engines.
+"""
 
 import os
 import re
@@ -138,3 +140,24 @@ def test_says_what_is_wrong_with_an_argument(tmp_path: Path) -> None:
     assert demo.returncode == 2
     assert "expected --batch to be a multiple of 2, for --ranks 2" in demo.stderr
     assert "found 3" in demo.stderr
+
+
+def test_trains_in_three_dimensions(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
+    options = ["--model", "tiny", "--steps", "3", "--compare"]
+    example = run([*torchrun, str(EXAMPLES / "train_gpt_3d.py"), *options], tmp_path)
+
+    assert example.returncode == 0, example.stdout + example.stderr
+    assert len(re.findall(r"step \d: loss \d", example.stdout)) == 3
+    apart = re.search(r"difference to the losses of one process: (\S+) of", example.stdout)
+    assert apart is not None
+    assert float(apart[1]) < 1e-5
+
+
+@pytest.mark.parametrize("loss", ["2.1", "math.nan"])
+def test_notices_other_losses_in_three_dimensions(tmp_path: Path, loss: str) -> None:
+    code = f"import math, sys, train_gpt_3d; sys.exit(train_gpt_3d.compare([1, {loss}], [1, 2]))"
+    example = run(["-c", code], tmp_path)
+
+    assert example.returncode == 1
+    assert "more than rounding explains" in example.stderr

@@ -7,15 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import SGD, Adam
 
 from conftest import Transport
 from pydist import GradScaler, PeerError, UsageError
 from pydist._clip import GradientClip
-from pydist._engine import group_engine
-from pydist._pipeline_state import full_state_dict, load_state_dict
 from ranks import RankPool
 from reference import assert_same_on_all_ranks, expect_error
 from split_models import Split, loss_of, model
@@ -148,46 +144,6 @@ def non_finite(rank: int, world_size: int) -> None:
 
 def test_infinite_norms_and_errors_reach_every_rank(pool2: RankPool) -> None:
     pool2.run(non_finite)
-
-
-def sharded(rank: int, world_size: int) -> None:
-    """Tensor parallelism over all ranks, a pipeline of one rank around it."""
-    mesh = init_device_mesh("cpu", (2,))
-    groups = [dist.new_group([other]) for other in range(world_size)]
-    torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    split = Split(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 1)
-    split.engine = group_engine(groups[rank])
-    split.local_layers = list(split.module.named_children())
-    for name, parameter in plain.named_parameters():
-        parameter.grad = torch.randn_like(parameter)
-        owner = split.module.get_submodule(name.partition(".")[0])
-        placement = Shard(0) if name.endswith("weight") else Replicate()
-        whole = distribute_tensor(parameter.detach().clone(), mesh, [placement])
-        own = nn.Parameter(whole)
-        own.grad = distribute_tensor(parameter.grad.clone(), mesh, [placement])
-        setattr(owner, name.partition(".")[2], own)
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-    total = GradientClip(split).clip_grad_norm_(0.5)
-    assert torch.allclose(total, expected)
-    for name, parameter in plain.named_parameters():
-        found = split.module.get_parameter(name).grad.full_tensor()
-        assert torch.allclose(found, parameter.grad)
-    state = full_state_dict(split)
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(state[name], parameter), name
-    with torch.no_grad():
-        for parameter in split.module.parameters():
-            parameter.zero_()
-    load_state_dict(split, plain.state_dict())
-    for name, parameter in plain.named_parameters():
-        found = split.module.get_parameter(name)
-        assert torch.equal(found.full_tensor(), parameter), name
-
-
-def test_tensor_parallel_parameters_count_whole(pool2: RankPool) -> None:
-    """DTensors: the norm is of the whole gradient, the state is whole and is cut when loaded."""
-    pool2.run(sharded)
 
 
 # -- the scaler ------------------------------------------------------------------------------------
