@@ -31,7 +31,7 @@ class Place:
 
     @classmethod
     def mine(cls) -> "Place":
-        """PYDIST_HOST takes ranks apart that are on one machine; it cannot bring others together."""
+        """PYDIST_HOST can take ranks of one machine apart; it brings no others together."""
         name = os.environ.get("PYDIST_HOST", "")
         identity = {
             "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
