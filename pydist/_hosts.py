@@ -7,8 +7,10 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
@@ -18,6 +20,7 @@ from pydist.errors import HostError, PeerError, TimeoutError
 
 _REMEDY = "make a new group, or restart the job"
 _CLUE = "what did it print last?"
+_NO_LIMIT = timedelta(days=365)
 _LAST_WORDS_S = 2.0  # for what the other ranks have to say, once this one knows that it failed
 
 
@@ -31,7 +34,7 @@ class Place:
 
     @classmethod
     def mine(cls) -> "Place":
-        """PYDIST_HOST takes ranks apart that are on one machine; it cannot bring others together."""
+        """PYDIST_HOST can take ranks of one machine apart; it brings no others together."""
         name = os.environ.get("PYDIST_HOST", "")
         identity = {
             "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -152,7 +155,10 @@ def connect_hosts(
 
 
 def _gloo(group: Group, store: PrefixStore, members: Sequence[int]) -> dist.ProcessGroup:
-    return own_gloo_group(store, members.index(group.rank), len(members), group.timeout_s)
+    own = own_gloo_group(store, members.index(group.rank), len(members), group.timeout_s)
+    # The communicator, whose limit may change, has more to say about who does not come.
+    own._get_backend(torch.device("cpu"))._set_default_timeout(_NO_LIMIT)
+    return own
 
 
 class _Meeting:

@@ -73,6 +73,7 @@ HostsWatch::HostsWatch(std::unique_ptr<Store> store, int rank, int size,
   state_->rank = rank;
   state_->size = size;
   state_->on_failure = std::move(on_failure);
+  const BlockSignals block_signals;
   std::thread([state = state_] { watch(state); }).detach();
 }
 
