@@ -258,19 +258,28 @@ def _port(index: int) -> str:
     return f"port{index}"
 
 
-def rank_variables(layout: Sequence[int], network: Network, port: int) -> list[dict[str, str]]:
-    """What torchrun would set for each rank; layout[i] is the number of ranks on host i."""
-    return [
-        {
-            "RANK": str(sum(layout[:host]) + local),
-            "LOCAL_RANK": str(local),
-            "WORLD_SIZE": str(sum(layout)),
-            "LOCAL_WORLD_SIZE": str(layout[host]),
-            "GROUP_RANK": str(host),
-            "MASTER_ADDR": network.hosts[0].address,
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": DEVICE,
-        }
-        for host in range(len(layout))
-        for local in range(layout[host])
-    ]
+@dataclass
+class Place:
+    """Where one rank runs, and what torchrun would tell it."""
+
+    host: Host
+    variables: dict[str, str]
+
+
+def places(network: Network, layout: Sequence[int], port: int) -> list[Place]:
+    """By rank, host by host; layout[i] is the number of ranks on host i."""
+    found: list[Place] = []
+    for host, num_ranks in zip(network.hosts, layout, strict=True):
+        for local in range(num_ranks):
+            variables = {
+                "RANK": str(len(found)),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(sum(layout)),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "GROUP_RANK": str(host.index),
+                "MASTER_ADDR": network.hosts[0].address,
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": DEVICE,
+            }
+            found.append(Place(host, variables))
+    return found

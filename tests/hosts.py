@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bench.network import Network, rank_variables
+from bench.network import Network, places
 from ranks import FreshRanks, Place, RankPool, start_ranks
 
 _ports = itertools.count(29500)
@@ -54,13 +54,8 @@ class Hosts:
 
     def _places(self) -> tuple[Place, ...]:
         """For one world: each has a port of its own for its store, which is in the first host."""
-        variables = rank_variables(self.layout, self.network, next(_ports))
-        namespaces = [
-            self.network.hosts[host].namespace.path
-            for host in range(len(self.layout))
-            for _ in self.ranks_of(host)
-        ]
-        return tuple(Place(*pair) for pair in zip(namespaces, variables, strict=True))
+        found = places(self.network, self.layout, next(_ports))
+        return tuple(Place(place.host.namespace.path, place.variables) for place in found)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """In ranks that stay from call to call, unless one has failed."""

@@ -1,0 +1,10 @@
+def render(record):
+    return []
+
+
+def aims(record):
+    return []
+
+
+def projection(record):
+    return []
