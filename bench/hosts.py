@@ -3,7 +3,9 @@
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from bench.sampling import interleaved
 from bench.table import Aim, size_text, table, time_text
 
 NAME = "hosts"
+T = TypeVar("T")
 PORT = 29500  # each network has its own
 
 Layout = tuple[int, ...]
@@ -64,12 +67,12 @@ class Site:
             self.network.close()
             raise
 
-    def counted(self, call: Callable[[], list[Span]]) -> tuple[list[Span], int]:
-        """What the ranks measured; the most bytes that a host sent meanwhile, headers included."""
+    def counted(self, call: Callable[[], list[T]]) -> tuple[list[T], int]:
+        """What the ranks answered; the most bytes that a host sent meanwhile, headers included."""
         before = self.network.sent_nbytes()
-        spans = call()
+        answers = call()
         after = self.network.sent_nbytes()
-        return spans, max(late - early for early, late in zip(before, after, strict=True))
+        return answers, max(late - early for early, late in zip(before, after, strict=True))
 
     def __enter__(self) -> "Site":
         return self
@@ -146,13 +149,8 @@ def measure_sum(
     wrong = dict.fromkeys(contenders, 0)
     sent = dict.fromkeys(contenders, 0)
     for turn, name in interleaved(contenders, num_turns):
-        answers: list[tuple[Span, int]] = []
-
-        def call(name: str = name, answers: list[tuple[Span, int]] = answers) -> list[Span]:
-            answers += site.ranks.call(time_sum, name, iterations)
-            return [span for span, _ in answers]
-
-        spans, nbytes_sent = site.counted(call)
+        answers, nbytes_sent = site.counted(partial(site.ranks.call, time_sum, name, iterations))
+        spans = [span for span, _ in answers]
         wrong[name] += sum(count for _, count in answers)
         if turn >= 0:
             samples_s[name].append(elapsed_s(spans) / iterations)
@@ -239,7 +237,7 @@ def measure_steps(site: Site, rate: float, shape: Shape, num_turns: int) -> Case
     samples_s: dict[str, list[float]] = {name: [] for name in STEPPERS}
     sent = dict.fromkeys(STEPPERS, 0)
     for turn, name in interleaved(STEPPERS, num_turns):
-        spans, count = site.counted(lambda name=name: site.ranks.call(take_step, name))
+        spans, count = site.counted(partial(site.ranks.call, take_step, name))
         if turn >= 0:
             samples_s[name].append(elapsed_s(spans))
             sent[name] += count
@@ -376,7 +374,7 @@ WIRE_NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def _step_rows(case: Case) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, seconds in case.medians_s.items():
         wire = WIRE_NBYTES.get(name.split(", ")[-1])
         floor = floor_s(case, wire) if wire else None
