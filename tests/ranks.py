@@ -29,6 +29,7 @@ from rank_worker import Outcome, Spec, resource_snapshot
 __all__ = [
     "FreshRanks",
     "Outcome",
+    "Place",
     "RankDied",
     "RankHang",
     "RankPool",
@@ -70,6 +71,14 @@ class RankTraceback(Exception):
         return "\n" + str(self.args[0])
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one rank is started, if not beside pytest: in another network stack."""
+
+    network_namespace: str
+    variables: dict[str, str]
+
+
 @dataclasses.dataclass
 class Options:
     """How the ranks of a world are started."""
@@ -79,6 +88,7 @@ class Options:
     own_interpreter: bool = False  # not forked: a second or two more for each rank
     group_timeout_s: float = GROUP_TIMEOUT_S
     backend: str = "gloo"
+    places: tuple[Place, ...] = ()  # by rank; empty: all beside pytest
 
 
 def _store_port() -> int:
@@ -101,15 +111,17 @@ class _World:
         start = start_rank_in_interpreter if options.own_interpreter else _nursery.start_rank
         self.ranks: list[RankProcess] = []
         for rank in range(world_size):
+            place = options.places[rank] if options.places else None
             spec = Spec(
                 rank=rank,
                 world_size=world_size,
-                environment=_environment(rank, world_size, options),
+                environment=_environment(rank, world_size, options, place),
                 folder=self._folder,
                 store_port=_store_port() if options.init else None,
                 store_prefix=prefix,
                 group_timeout_s=options.group_timeout_s,
                 backend=options.backend,
+                network_namespace=place.network_namespace if place else None,
             )
             self.ranks.append(start(spec))
 
@@ -179,7 +191,9 @@ class _World:
         return codes
 
 
-def _environment(rank: int, world_size: int, options: Options) -> dict[str, str]:
+def _environment(
+    rank: int, world_size: int, options: Options, place: Place | None
+) -> dict[str, str]:
     hosts = options.env.get(HOSTS)
     return {
         **({"PYDIST_HOST": hosts[rank]} if hosts else {}),
@@ -189,6 +203,7 @@ def _environment(rank: int, world_size: int, options: Options) -> dict[str, str]
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_store_port()),
+        **(place.variables if place else {}),
         **options.env,
     }
 
@@ -214,10 +229,12 @@ class RankPool:
         env: dict[str, str] | None = None,
         watchdog_s: float = WATCHDOG_S,
         backend: str = "gloo",
+        places: tuple[Place, ...] = (),
     ) -> None:
         self.world_size = world_size
         self.env = dict(env or {})
         self.backend = backend
+        self.places = places
         self.watchdog_s = watchdog_s
         self.last_used = 0.0
         self._world: _World | None = None
@@ -234,7 +251,8 @@ class RankPool:
         self.last_used = time.monotonic()
         if self._world is None:
             _make_room(self.world_size)
-            self._world = _World(self.world_size, Options(env=self.env, backend=self.backend))
+            options = Options(env=self.env, backend=self.backend, places=self.places)
+            self._world = _World(self.world_size, options)
         sound = False
         try:
             self._world.send(function, args, kwargs)
@@ -322,6 +340,10 @@ class FreshRanks:
             self._world.end()
         return outcomes
 
+    def end(self) -> None:
+        """Kills what is still there; join() does so too."""
+        self._world.end()
+
 
 def start_ranks(
     world_size: int,
@@ -332,10 +354,11 @@ def start_ranks(
     own_interpreter: bool = False,
     group_timeout_s: float = GROUP_TIMEOUT_S,
     backend: str = "gloo",
+    places: tuple[Place, ...] = (),
     **kwargs: Any,
 ) -> FreshRanks:
     """Starts function(rank, world_size, *args, **kwargs) in one-off processes; then join()."""
-    options = Options(dict(env or {}), init, own_interpreter, group_timeout_s, backend)
+    options = Options(dict(env or {}), init, own_interpreter, group_timeout_s, backend, places)
     return FreshRanks(world_size, (function, args, kwargs), options)
 
 
