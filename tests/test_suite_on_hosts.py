@@ -21,7 +21,6 @@ MODULES = [
     "data_parallel_gradients",
     "data_parallel_hooks",
     "data_parallel_join",
-    "data_parallel_lifetime",
     "data_parallel_mixed_precision",
     "data_parallel_modules",
     "data_parallel_no_sync",
