@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from torch import Tensor, device, dtype
-from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Backend as TorchBackend
 from torch._C._distributed_c10d import ProcessGroup, Store
 
 testing: ModuleType
@@ -54,18 +54,18 @@ class Communicator:
     def fail(self, reason: str) -> None: ...
     def benchmark_all_reduce(self, tensor: Tensor, iterations: int) -> float: ...
 
-class Backend(c10d.Backend):
+class Backend(TorchBackend):
     def __init__(
         self,
         communicator: Communicator,
         global_ranks: list[int],
         group_name: str,
-        split: Callable[[Store, list[int], c10d.Backend.Options | None], c10d.Backend],
+        split: Callable[[Store, list[int], TorchBackend.Options | None], TorchBackend],
     ) -> None: ...
     @property
     def communicator(self) -> Communicator: ...
     @property
-    def options(self) -> c10d.Backend.Options: ...
+    def options(self) -> TorchBackend.Options: ...
     def counts(self) -> dict[str, dict[str, int]]: ...
 
 class HostsMaker:
