@@ -162,15 +162,17 @@ class Engine:
         be in another order on each rank beside what else backward sends (other wrappers, the user's
         own collectives). With other backends it is the user's group. Collective.
         """
-        if self.transport == "hosts":
-            return self._make_round_communicator(name, remedy, clue)
-        if self.communicator is not None:
+        if self.transport == "shared_memory":
             return None
-        group = self._group()
-        assert group is not None
-        if not self._takes_gloo:
+        own: dist.ProcessGroup | _C.Communicator
+        if self.transport == "hosts":
+            own = self._make_round_communicator(name, remedy, clue)
+        elif self._takes_gloo:
+            own = self._own_group("rounds")
+        else:
+            group = self._group()
+            assert group is not None
             return group
-        own = self._own_group("rounds")
         # Making it took all ranks, so that none is in a round of an earlier reducer any more.
         self._retired.clear()
         return own
