@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from conftest import Transport
-from other_transports import tests_of
+from other_transports import gather_tests
 from ranks import HOSTS
 
 MODULES = [
@@ -47,4 +47,4 @@ def transport() -> Transport:
     return OnHosts("hosts")
 
 
-globals().update(tests_of(MODULES, set()))
+globals().update(gather_tests(MODULES, set()))
