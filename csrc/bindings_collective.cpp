@@ -115,8 +115,8 @@ MaybeRequest reduce_scatter(const SharedCommunicator& communicator, const at::Te
 }
 
 // Of the ranks' tensors only the root's is written.
-MaybeRequest reduce(const SharedCommunicator& communicator, const at::Tensor& tensor, int root,
-                    int op, bool async_op) {
+MaybeRequest reduce_at_root(const SharedCommunicator& communicator, const at::Tensor& tensor,
+                            int root, int op, bool async_op) {
   return launch(communicator, async_op, {tensor}, [&] {
     const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNeeded);
     return Collective{Operation::kReduce, op_of(op), root, {}, buffer};
@@ -256,7 +256,7 @@ void bind_collective(py::module_& module) {
            "In place.")
       .def("reduce_scatter", &reduce_scatter, py::arg("output"), py::arg("input"), py::arg("op"),
            py::arg("async_op"), "The output is this rank's part of the reduced inputs.")
-      .def("reduce", &reduce, py::arg("tensor"), py::arg("root"), py::arg("op"),
+      .def("reduce", &reduce_at_root, py::arg("tensor"), py::arg("root"), py::arg("op"),
            py::arg("async_op"), "The root's tensor becomes the reduction; the others' stay.")
       .def("gather", &gather, py::arg("output"), py::arg("input"), py::arg("root"),
            py::arg("async_op"),
