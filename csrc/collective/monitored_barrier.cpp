@@ -13,6 +13,7 @@ namespace pydist {
 namespace {
 
 constexpr double kShortest_s = 1e-3;  // to look for a note that has come
+constexpr double kAnswer_s = 1;       // for rank 0's, who waits as long for the others
 
 }  // namespace
 
@@ -50,7 +51,7 @@ void MonitoredBarrier::collect(Communicator& communicator, double timeout_s, boo
 }
 
 void MonitoredBarrier::report(Communicator& communicator, double timeout_s) {
-  const double deadline_s = monotonic_s() + timeout_s;
+  const double deadline_s = monotonic_s() + timeout_s + kAnswer_s;
   send_note(communicator, 0, number_, "");
   PYDIST_CHECK(await_note(communicator, 0, deadline_s), TimeoutError, "monitored_barrier number ",
                number_, " of ", communicator.name(), ": ", communicator.describe(0),
