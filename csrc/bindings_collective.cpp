@@ -4,11 +4,12 @@
 #include <optional>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "backend/tensor_buffer.h"
+#include "backend/torch_dtype.h"
 #include "base/check.h"
 #include "base/clock.h"
 #include "bindings.h"
 #include "bindings_communicator.h"
-#include "bindings_dtype.h"
 #include "collective/hosts_communicator.h"
 #include "collective/shm_communicator.h"
 #include "transport/c10d_store.h"
@@ -18,23 +19,6 @@ namespace py = pybind11;
 namespace pydist {
 
 namespace {
-
-// The memory of a tensor. Types that the kernels do not know are bytes to operations that only move
-// them.
-Buffer buffer_of(const at::Tensor& tensor, Arithmetic arithmetic) {
-  PYDIST_CHECK(tensor.layout() == at::kStrided && tensor.is_cpu(), UsageError,
-               "expected a dense tensor on the CPU, found ", tensor.layout(), " on ",
-               tensor.device());
-  const std::optional<DType> dtype = dtype_of(tensor.scalar_type());
-  PYDIST_CHECK(dtype || arithmetic == Arithmetic::kNone, UsageError, "cannot reduce tensors of ",
-               c10::toString(tensor.scalar_type()));
-  Buffer buffer;
-  buffer.data = tensor.mutable_data_ptr();
-  buffer.block = tensor.storage().mutable_data();
-  buffer.dtype = dtype.value_or(DType::kUInt8);
-  buffer.num_elements = dtype ? tensor.numel() : static_cast<int64_t>(tensor.nbytes());
-  return buffer;
-}
 
 // Any tensor that fills a run of memory without gaps, in whatever order.
 Buffer dense_buffer(const at::Tensor& tensor) {
@@ -216,11 +200,6 @@ const char* transport_of(const Communicator& communicator) {
 }
 
 }  // namespace
-
-Buffer contiguous_buffer(const at::Tensor& tensor, Arithmetic arithmetic) {
-  PYDIST_CHECK(tensor.is_contiguous(), UsageError, "expected a contiguous tensor");
-  return buffer_of(tensor, arithmetic);
-}
 
 std::shared_ptr<Communicator> without_gil_at_end(std::shared_ptr<Communicator> communicator) {
   Communicator* pointer = communicator.get();

@@ -7,18 +7,13 @@
 #include <string>
 #include <utility>
 
+#include "backend/tensor_buffer.h"
 #include "collective/communicator.h"
 
 namespace pydist {
 
 using SharedCommunicator = std::shared_ptr<Communicator>;
 using CommunicatorClass = pybind11::class_<Communicator, SharedCommunicator>;
-
-enum class Arithmetic { kNeeded, kNone };
-
-// The memory of a tensor. Types that the kernels do not know are bytes to operations that only move
-// them. Raises UsageError for what is not contiguous or not on the CPU.
-Buffer contiguous_buffer(const at::Tensor& tensor, Arithmetic arithmetic);
 
 // An operation in flight; keeps the communicator, so that it outlives its operations.
 class PyRequest {

@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from torch import Tensor, device, dtype
+from torch import distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Store
 
 testing: ModuleType
@@ -65,6 +66,20 @@ class Communicator:
     def monitored_barrier(self, timeout_s: float | None, wait_all_ranks: bool) -> None: ...
     def fail(self, reason: str) -> None: ...
     def benchmark_all_reduce(self, tensor: Tensor, iterations: int) -> float: ...
+
+class Backend(dist.Backend):
+    def __init__(
+        self,
+        communicator: Communicator,
+        global_ranks: list[int],
+        group_name: str,
+        split: Callable[[Store, list[int], dist.Backend.Options | None], dist.Backend],
+    ) -> None: ...
+    @property
+    def communicator(self) -> Communicator: ...
+    @property
+    def options(self) -> dist.Backend.Options: ...
+    def counts(self) -> dict[str, dict[str, int]]: ...
 
 class HostsMaker:
     def __init__(

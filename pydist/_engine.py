@@ -83,7 +83,7 @@ class Engine:
         self._backend = str(dist.get_backend(group))
         # Over the CPU, groups of our own can have Gloo where the user's has it, or has nothing.
         self._cpu_backend = cpu_backend(group)
-        self._takes_gloo = self._cpu_backend in ("gloo", "")
+        self._takes_gloo = self._cpu_backend in ("gloo", "pydist", "")
         self._store = own_store(group, self.size)
         self._num_prefixes: dict[str, int] = {}
         self.communicator: _C.Communicator | None = connect(

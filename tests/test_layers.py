@@ -71,7 +71,7 @@ PYTHON_LAYERS = [
     {"_process_group", "_torch_groups"},
     {"_hosts"},
     {"_connect"},
-    {"_engine"},
+    {"_engine", "backend"},
     {"_collective_calls"},
     {"_messages", "_rooted"},
     {

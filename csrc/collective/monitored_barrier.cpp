@@ -32,22 +32,24 @@ void MonitoredBarrier::run(Communicator& communicator, double timeout_s, bool wa
 void MonitoredBarrier::collect(Communicator& communicator, double timeout_s, bool wait_all_ranks) {
   const double deadline_s = monotonic_s() + timeout_s;
   std::vector<int> came;
-  std::string missing;
+  std::vector<int> missing;
+  std::string names;
   for (int r = 1; r < communicator.size(); ++r) {
     if (await_note(communicator, r, deadline_s)) {
       came.push_back(r);
     } else if (missing.empty() || wait_all_ranks) {
-      missing += (missing.empty() ? "" : ", ") + communicator.describe(r);
+      names += (missing.empty() ? "" : ", ") + communicator.describe(r);
+      missing.push_back(r);
     }
   }
   std::string problem;
   if (!missing.empty()) {
-    problem = concat("monitored_barrier number ", number_, " of ", communicator.name(), ": ",
-                     missing, " did not come within ", timeout_s,
+    problem = concat("monitored_barrier number ", number_, " of ", communicator.name(), ": ", names,
+                     " did not come within ", timeout_s,
                      " s; look at what those ranks do, or give them more time");
   }
   for (const int r : came) send_note(communicator, r, expected_[r].note->number, problem);
-  PYDIST_CHECK(problem.empty(), TimeoutError, problem);
+  if (!problem.empty()) throw MissingRanks(problem, std::move(missing));
 }
 
 void MonitoredBarrier::report(Communicator& communicator, double timeout_s) {
