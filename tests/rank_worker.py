@@ -41,8 +41,8 @@ class Spec:
     store_port: int | None  # None: the function sets up torch.distributed itself
     store_prefix: str
     group_timeout_s: float
-    backend: str = "gloo"
     network_namespace: str | None = None  # a file; the environment says where rank 0 is
+    backend: str = "gloo"
 
 
 @dataclasses.dataclass

@@ -87,8 +87,8 @@ class Options:
     init: bool = True  # torch.distributed is initialised before the function runs
     own_interpreter: bool = False  # not forked: a second or two more for each rank
     group_timeout_s: float = GROUP_TIMEOUT_S
-    backend: str = "gloo"
     places: tuple[Place, ...] = ()  # by rank; empty: all beside pytest
+    backend: str = "gloo"
 
 
 def _store_port() -> int:
@@ -120,8 +120,8 @@ class _World:
                 store_port=_store_port() if options.init else None,
                 store_prefix=prefix,
                 group_timeout_s=options.group_timeout_s,
-                backend=options.backend,
                 network_namespace=place.network_namespace if place else None,
+                backend=options.backend,
             )
             self.ranks.append(start(spec))
 
@@ -228,13 +228,13 @@ class RankPool:
         world_size: int,
         env: dict[str, str] | None = None,
         watchdog_s: float = WATCHDOG_S,
-        backend: str = "gloo",
         places: tuple[Place, ...] = (),
+        backend: str = "gloo",
     ) -> None:
         self.world_size = world_size
         self.env = dict(env or {})
-        self.backend = backend
         self.places = places
+        self.backend = backend
         self.watchdog_s = watchdog_s
         self.last_used = 0.0
         self._world: _World | None = None
@@ -251,7 +251,7 @@ class RankPool:
         self.last_used = time.monotonic()
         if self._world is None:
             _make_room(self.world_size)
-            options = Options(env=self.env, backend=self.backend, places=self.places)
+            options = Options(env=self.env, places=self.places, backend=self.backend)
             self._world = _World(self.world_size, options)
         sound = False
         try:
@@ -353,12 +353,12 @@ def start_ranks(
     init: bool = True,
     own_interpreter: bool = False,
     group_timeout_s: float = GROUP_TIMEOUT_S,
-    backend: str = "gloo",
     places: tuple[Place, ...] = (),
+    backend: str = "gloo",
     **kwargs: Any,
 ) -> FreshRanks:
     """Starts function(rank, world_size, *args, **kwargs) in one-off processes; then join()."""
-    options = Options(dict(env or {}), init, own_interpreter, group_timeout_s, backend, places)
+    options = Options(dict(env or {}), init, own_interpreter, group_timeout_s, places, backend)
     return FreshRanks(world_size, (function, args, kwargs), options)
 
 

@@ -27,7 +27,11 @@ HostsCommunicator::HostsCommunicator(HostsTeam team, std::unique_ptr<Store> stor
       blocks_(static_cast<size_t>(size()) * sizeof(HostsBlock)),
       messages_(std::move(messages)),
       watch_(std::move(store), team_.rank, size(),
-             [board = team_.local](const std::string& reason) { board->board().fail(reason); }),
+             {[local = team_.local] {
+                Board& board = local->board();
+                return board.failed() ? board.failure() : std::string();
+              },
+              [local = team_.local](const std::string& reason) { local->board().fail(reason); }}),
       queue_(std::make_unique<OperationQueue>(
           std::shared_ptr<Board>(team_.local, &team_.local->board()))) {
   set_timeout_s(options_.timeout_s);
