@@ -33,7 +33,7 @@ export PATH := $(CURDIR)/build/ccache:$(PATH)
 CCACHE_LINKS := build/ccache/g++
 endif
 
-.PHONY: help venv demo test test-all bench lint format cpp-test cpp-test-aarch64 cuda-check clean
+.PHONY: help venv demo iproute2 test test-all bench lint format cpp-test cpp-test-aarch64 cuda-check clean
 
 help:
 	@echo "make demo       train a small GPT five ways and compare"
@@ -71,7 +71,14 @@ venv: $(VENV)/.built
 demo: venv
 	$(PY) examples/train_gpt.py $(DEMO_ARGS)
 
-test: venv
+# For tests and benchmarks of several hosts: network namespaces, which take root.
+iproute2:
+	@command -v ip >/dev/null && command -v tc >/dev/null || { [ "$$(id -u)" != 0 ] || { \
+	  echo "installing iproute2, for networks of several hosts ..."; \
+	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
+	    --no-install-recommends iproute2 >/dev/null; }; }
+
+test: venv iproute2
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
 
 # Real frameworks, with the torch that is there.
@@ -80,10 +87,10 @@ $(VENV)/.interop: tests/interop/requirements.txt | $(VENV)/.built
 	@$(PIP) install -r $<
 	@touch $@
 
-test-all: $(VENV)/.interop cpp-test cpp-test-aarch64
+test-all: $(VENV)/.interop iproute2 cpp-test cpp-test-aarch64
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-bench: venv
+bench: venv iproute2
 	$(PY) -m bench $(BENCH_ARGS)
 
 CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.inl" -o -name "*.cu" -o -name "*.cuh")

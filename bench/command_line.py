@@ -11,14 +11,16 @@ from bench.table import aims_table
 
 BENCHMARKS = (
     "all_reduce",
+    "torch_backend",
     "data_parallel",
     "data_parallel_options",
     "pipeline",
     "pack",
     "allocator",
 )
-# What RESULTS.md shows: also what tests/gpu/run.sh measures, where a GPU has been at hand.
-SHOWN = (*BENCHMARKS, "gpu")
+# What RESULTS.md shows: also `python -m bench.hosts`, which takes root, and what tests/gpu/run.sh
+# measures, where a GPU has been at hand.
+SHOWN = (*BENCHMARKS, "hosts", "gpu")
 
 
 def run_one(name: str) -> None:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from bench.network import Place, enter
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -79,11 +81,19 @@ class RanksClock:
 
 
 class Ranks:
-    """Processes with a Gloo group and one thread each, idle until called."""
+    """Processes with a Gloo group and one thread each, idle until called; beside this process,
+    or at the places given."""
 
-    def __init__(self, size: int, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        environment: Mapping[str, str] | None = None,
+        places: Sequence[Place] = (),
+    ) -> None:
         self.size = size
-        self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        self._address = places[0].host.address if places else "127.0.0.1"
+        call = places[0].host.namespace.call if places else _call
+        self._store = call(lambda: _make_store(self._address))
         self._arrivals_fd = os.memfd_create("barrier")
         os.ftruncate(self._arrivals_fd, size * CACHE_LINE_NBYTES)
         variables = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **ONE_THREAD, **(environment or {})}
@@ -91,13 +101,15 @@ class Ranks:
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         for index in range(size):
-            self._start(index, variables)
+            if places:
+                variables = {**variables, **places[index].variables}
+            self._start(index, variables, places[index].host.namespace.path if places else "")
 
-    def _start(self, index: int, variables: Mapping[str, str]) -> None:
+    def _start(self, index: int, variables: Mapping[str, str], namespace: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             inherited = (theirs.fileno(), self._arrivals_fd)
-            arguments = (index, self.size, self._store.port, *inherited)
+            arguments = (index, self.size, (self._address, self._store.port), namespace, *inherited)
             code = f"from bench import ranks; ranks.serve{arguments}"
             command = [sys.executable, "-c", code]
             process = subprocess.Popen(command, pass_fds=inherited, env=dict(variables))
@@ -147,11 +159,28 @@ class Ranks:
             raise RuntimeError(f"ranks ended with codes {codes}")
 
 
-def serve(index: int, size: int, port: int, connection_fd: int, arrivals_fd: int) -> None:
+def _call(function: Callable[[], T]) -> T:
+    return function()
+
+
+def _make_store(address: str) -> TCPStore:
+    return TCPStore(address, 0, None, is_master=True, wait_for_workers=False)
+
+
+def serve(
+    index: int,
+    size: int,
+    store_address: tuple[str, int],
+    namespace: str,
+    connection_fd: int,
+    arrivals_fd: int,
+) -> None:
     """The life of a rank's process."""
+    if namespace:
+        enter(namespace)
     torch.set_num_threads(1)
     torch.manual_seed(index)
-    store = TCPStore("127.0.0.1", port, None, is_master=False)
+    store = TCPStore(*store_address, None, is_master=False)
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=index, world_size=size, timeout=timeout)
     rank = Rank(index, size, memoryview(mmap.mmap(arrivals_fd, 0)).cast("q"))

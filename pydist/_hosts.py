@@ -211,22 +211,32 @@ class _Meeting:
         if error is None:
             self._raise_others(self.exchange(key, ""))
             return
-        if not isinstance(error, Exception):
-            self._tell(key, error)
+        is_first = self._tell(key, error)
+        says_why = isinstance(error, HostError | TimeoutError | PeerError)
+        if says_why or not isinstance(error, Exception):
             return
-        self._tell(key, error)
-        if isinstance(error, HostError | TimeoutError | PeerError):
-            return
-        missing = self._await(key, time.monotonic() + _LAST_WORDS_S)
-        whom = self._names(missing) + " did not come" if missing else "all others came"
+        has_waited = time.monotonic() >= self._deadline_s
+        cause = self._find_cause(key) if has_waited or not is_first else ""
         raise PeerError(
             f"{self._describe(self._group.rank)} could not connect to the other hosts of "
-            f"{self._group.name} ({whom}): {error}"
+            f"{self._group.name}{cause}: {error}"
         ) from error
 
-    def _tell(self, key: str, error: BaseException) -> None:
+    def _tell(self, key: str, error: BaseException) -> bool:
+        """True if no other rank has failed before."""
         mark = "host" if isinstance(error, HostError) else "other"
         self._store.set(f"{key}/{self._group.rank}", f"{mark} {type(error).__name__}: {error}")
+        is_first = self._store.add(f"{key}/failures", 1) == 1
+        if is_first:
+            self._store.set(f"{key}/first", str(self._group.rank))
+        return is_first
+
+    def _find_cause(self, key: str) -> str:
+        """Who has not come, or failed first."""
+        missing = self._await(key, time.monotonic() + _LAST_WORDS_S)
+        if missing:
+            return f" ({self._names(missing)} did not come)"
+        return f" ({self._describe(int(self._store.get(f'{key}/first')))} failed first)"
 
     def _raise_others(self, texts: list[bytes]) -> None:
         for rank, text in enumerate(texts):

@@ -41,6 +41,8 @@ class Spec:
     store_port: int | None  # None: the function sets up torch.distributed itself
     store_prefix: str
     group_timeout_s: float
+    network_namespace: str | None = None  # a file; the environment says where rank 0 is
+    backend: str = "gloo"
 
 
 @dataclasses.dataclass
@@ -147,6 +149,8 @@ def set_up(spec: Spec) -> None:
     """Makes this process a rank: environment, log, traces, seeds."""
     end_with_parent()
     os.environ.update(spec.environment)
+    if spec.network_namespace is not None:
+        resolve("bench.network", "enter")(spec.network_namespace)
     log = os.open(f"{spec.folder}/rank{spec.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
@@ -180,9 +184,12 @@ def join_group(spec: Spec, store_port: int) -> None:
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     timeout = datetime.timedelta(seconds=spec.group_timeout_s)
+    if spec.network_namespace is not None:  # the store of pytest's process is out of reach
+        dist.init_process_group("gloo", timeout=timeout)
+        return
     server = TCPStore("127.0.0.1", store_port, is_master=False, timeout=timeout)
     dist.init_process_group(
-        "gloo",
+        spec.backend,
         store=PrefixStore(spec.store_prefix, server),
         rank=spec.rank,
         world_size=spec.world_size,

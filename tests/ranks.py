@@ -1,6 +1,7 @@
 """Owns the ranks of the tests: real processes, kept in pools, watched, and ended by their pid.
 
     pool = get_pool(2)                      # or the fixtures pool2, transport.pool(2), ...
+    pool = get_pool(2, backend="pydist")    # else torch.distributed runs on Gloo
     pool.run(function, *args)               # function(rank, world_size, *args) in every rank;
                                             # returns the results by rank
     pool.run(function, expect_errors=True)  # returns an Outcome per rank
@@ -28,6 +29,7 @@ from rank_worker import Outcome, Spec, resource_snapshot
 __all__ = [
     "FreshRanks",
     "Outcome",
+    "Place",
     "RankDied",
     "RankHang",
     "RankPool",
@@ -50,7 +52,7 @@ MAX_PROCESSES = 24  # pools beyond that end, the least recently used first
 problems: list[str] = []  # what went wrong while closing; conftest.py fails the session for it
 _world_numbers = itertools.count()
 _nursery = Nursery()
-_pools: dict[tuple[int, tuple[tuple[str, str], ...]], "RankPool"] = {}
+_pools: dict[tuple[int, str, tuple[tuple[str, str], ...]], "RankPool"] = {}
 _store: Any = None
 
 
@@ -69,6 +71,14 @@ class RankTraceback(Exception):
         return "\n" + str(self.args[0])
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one rank is started, if not beside pytest: in another network stack."""
+
+    network_namespace: str
+    variables: dict[str, str]
+
+
 @dataclasses.dataclass
 class Options:
     """How the ranks of a world are started."""
@@ -77,6 +87,8 @@ class Options:
     init: bool = True  # torch.distributed is initialised before the function runs
     own_interpreter: bool = False  # not forked: a second or two more for each rank
     group_timeout_s: float = GROUP_TIMEOUT_S
+    places: tuple[Place, ...] = ()  # by rank; empty: all beside pytest
+    backend: str = "gloo"
 
 
 def _store_port() -> int:
@@ -99,14 +111,17 @@ class _World:
         start = start_rank_in_interpreter if options.own_interpreter else _nursery.start_rank
         self.ranks: list[RankProcess] = []
         for rank in range(world_size):
+            place = options.places[rank] if options.places else None
             spec = Spec(
                 rank=rank,
                 world_size=world_size,
-                environment=_environment(rank, world_size, options),
+                environment=_environment(rank, world_size, options, place),
                 folder=self._folder,
                 store_port=_store_port() if options.init else None,
                 store_prefix=prefix,
                 group_timeout_s=options.group_timeout_s,
+                network_namespace=place.network_namespace if place else None,
+                backend=options.backend,
             )
             self.ranks.append(start(spec))
 
@@ -176,7 +191,9 @@ class _World:
         return codes
 
 
-def _environment(rank: int, world_size: int, options: Options) -> dict[str, str]:
+def _environment(
+    rank: int, world_size: int, options: Options, place: Place | None
+) -> dict[str, str]:
     hosts = options.env.get(HOSTS)
     return {
         **({"PYDIST_HOST": hosts[rank]} if hosts else {}),
@@ -186,6 +203,7 @@ def _environment(rank: int, world_size: int, options: Options) -> dict[str, str]
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_store_port()),
+        **(place.variables if place else {}),
         **options.env,
     }
 
@@ -206,10 +224,17 @@ class RankPool:
     """Ranks that stay from test to test; started at the first run, and again after a failure."""
 
     def __init__(
-        self, world_size: int, env: dict[str, str] | None = None, watchdog_s: float = WATCHDOG_S
+        self,
+        world_size: int,
+        env: dict[str, str] | None = None,
+        watchdog_s: float = WATCHDOG_S,
+        places: tuple[Place, ...] = (),
+        backend: str = "gloo",
     ) -> None:
         self.world_size = world_size
         self.env = dict(env or {})
+        self.places = places
+        self.backend = backend
         self.watchdog_s = watchdog_s
         self.last_used = 0.0
         self._world: _World | None = None
@@ -226,7 +251,8 @@ class RankPool:
         self.last_used = time.monotonic()
         if self._world is None:
             _make_room(self.world_size)
-            self._world = _World(self.world_size, Options(env=self.env))
+            options = Options(env=self.env, places=self.places, backend=self.backend)
+            self._world = _World(self.world_size, options)
         sound = False
         try:
             self._world.send(function, args, kwargs)
@@ -277,11 +303,12 @@ def _make_room(num_processes: int) -> None:
         total -= pool.world_size
 
 
-def get_pool(world_size: int, **env: str) -> RankPool:
-    """The pool of that size whose ranks see these environment variables; made at the first use."""
-    key = (world_size, tuple(sorted(env.items())))
+def get_pool(world_size: int, *, backend: str = "gloo", **env: str) -> RankPool:
+    """The pool of that size and backend whose ranks see these environment variables; made at the
+    first use."""
+    key = (world_size, backend, tuple(sorted(env.items())))
     if key not in _pools:
-        _pools[key] = RankPool(world_size, env)
+        _pools[key] = RankPool(world_size, env, backend=backend)
     return _pools[key]
 
 
@@ -313,6 +340,10 @@ class FreshRanks:
             self._world.end()
         return outcomes
 
+    def end(self) -> None:
+        """Kills what is still there; join() does so too."""
+        self._world.end()
+
 
 def start_ranks(
     world_size: int,
@@ -322,10 +353,12 @@ def start_ranks(
     init: bool = True,
     own_interpreter: bool = False,
     group_timeout_s: float = GROUP_TIMEOUT_S,
+    places: tuple[Place, ...] = (),
+    backend: str = "gloo",
     **kwargs: Any,
 ) -> FreshRanks:
     """Starts function(rank, world_size, *args, **kwargs) in one-off processes; then join()."""
-    options = Options(dict(env or {}), init, own_interpreter, group_timeout_s)
+    options = Options(dict(env or {}), init, own_interpreter, group_timeout_s, places, backend)
     return FreshRanks(world_size, (function, args, kwargs), options)
 
 
