@@ -85,7 +85,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   set_interrupt_check(&run_signal_handlers);
   module.def("arena_usage", &arena_usage,
              "Bytes of this process's arena: used, committed, capacity.");
-  bind_arena(module);
   bind_collective(module);
   bind_hosts(module);
   bind_nccl(module);

@@ -10,7 +10,6 @@
 
 namespace pydist {
 
-void bind_arena(pybind11::module_& module);
 void bind_collective(pybind11::module_& module);
 void bind_device(pybind11::module_& module);             // after bind_testing
 void bind_device_all_reduce(pybind11::module_& module);  // after bind_nccl

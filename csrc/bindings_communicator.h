@@ -36,6 +36,7 @@ class PyRequest {
   std::shared_ptr<Request> request_;
 };
 
+void bind_arena(pybind11::module_& module);
 void bind_messages(CommunicatorClass& communicator);
 
 }  // namespace pydist
