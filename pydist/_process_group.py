@@ -321,7 +321,7 @@ def _why_not_reducible(tensor: Tensor, op: int) -> str:
     if op == MEAN and not real:
         return "the mean of integers or bool is not defined"
     if op >= BIT_AND and real:
-        return f"{OP_NAMES[op]} of {dtype_name(tensor.dtype)} is not defined"
+        return "a bitwise operation on numbers with fractions is not defined"
     if op in (MIN, MAX) and tensor.is_complex():
         return "min or max of complex numbers is not defined"
     return ""
