@@ -87,7 +87,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   set_interrupt_check(&run_signal_handlers);
   module.def("arena_usage", &arena_usage,
              "Bytes of this process's arena: used, committed, capacity.");
-  bind_arena(module);
   bind_collective(module);
   bind_backend(module);
   bind_hosts(module);

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "bindings.h"
+#include "bindings_communicator.h"
 #include "transport/arena.h"
 
 namespace py = pybind11;

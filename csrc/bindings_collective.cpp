@@ -261,6 +261,7 @@ void bind_collective(py::module_& module) {
       .def("benchmark_all_reduce", &benchmark_all_reduce, py::arg("tensor"), py::arg("iterations"),
            "Seconds for so many sums in a row, without Python's share.");
   bind_messages(communicator);
+  bind_arena(module);
 }
 
 }  // namespace pydist

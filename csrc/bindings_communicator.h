@@ -31,6 +31,7 @@ class PyRequest {
   std::shared_ptr<Request> request_;
 };
 
+void bind_arena(pybind11::module_& module);
 void bind_messages(CommunicatorClass& communicator);
 
 }  // namespace pydist

@@ -6,21 +6,26 @@ can add, and every collective begins with an exchange of what each rank calls.
 """
 
 import hashlib
-import re
-import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pydist._message_queues import MessageQueues, MessageRequest
-from pydist.errors import MismatchError, PeerError, TimeoutError, UsageError
+from pydist._group_calls import (
+    amount,
+    bytes_of,
+    copy_bytes,
+    dtype_name,
+    in_memory_order,
+    tensor_to_text,
+    text_to_tensor,
+    translated,
+)
+from pydist._process_group_messages import ProcessGroupMessages
+from pydist.errors import MismatchError, UsageError
 
 SUM, MEAN, MIN, MAX, PRODUCT, BIT_AND, BIT_OR, BIT_XOR = range(8)
 OP_NAMES = ("sum", "mean", "min", "max", "product", "bitwise and", "bitwise or", "bitwise xor")
@@ -52,11 +57,6 @@ _REDUCIBLE = {
     torch.complex64,
     torch.complex128,
 }
-_CALL_NBYTES = 256
-# A message is a header, the receiver's answer and the data, each with a tag of its own: what one
-# thread sends must not reach another that waits for something else.
-_NUM_TAGS = 1 << 29
-_ANSWER_TAG, _DATA_TAG = _NUM_TAGS, 2 * _NUM_TAGS
 
 
 class Finished:
@@ -71,98 +71,85 @@ class Finished:
         pass
 
 
-class ProcessGroupOperations:
+class ProcessGroupOperations(ProcessGroupMessages):
     """See _C.Communicator for the verbs. Collectives end before they return, async ones too."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group_reference = weakref.ref(group)
-        self._rank, self._size = group.rank(), group.size()
+        super().__init__(group)
         self._num_calls = 0
-        self._queues = MessageQueues()
-        self._turns_lock = threading.Lock()
-        self._turns: weakref.WeakValueDictionary[tuple[str, int, int], threading.Lock] = (
-            weakref.WeakValueDictionary()
-        )
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        group = self._group_reference()
-        if group is None:
-            raise UsageError("the process group of this operation has been destroyed")
-        return group
 
     # -- the verbs ------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: int, async_op: bool) -> Finished | None:
-        call = f"all_reduce({OP_NAMES[op]}) of {_amount(tensor)}"
+        call = f"all_reduce({OP_NAMES[op]}) of {amount(tensor)}"
         self._agree(call, _why_not_reducible(tensor, op))
-        with _translated(call):
+        with translated(call):
             self._reduce(tensor, op)
         return Finished() if async_op else None
 
     def reduce_scatter(
         self, output: Tensor, input: Tensor, op: int, async_op: bool
     ) -> Finished | None:
-        call = f"reduce_scatter({OP_NAMES[op]}) of {_amount(output)} per rank"
+        call = f"reduce_scatter({OP_NAMES[op]}) of {amount(output)} per rank"
         why = _why_not_reducible(output, op) or self._why_unequal(output, input, "input")
         self._agree(call, why)
-        with _translated(call):
+        with translated(call):
             total = input.clone()
             self._reduce(total, op)
             output.copy_(total.view(self._size, -1)[self._rank].view_as(output))
         return Finished() if async_op else None
 
     def reduce(self, tensor: Tensor, root: int, op: int, async_op: bool) -> Finished | None:
-        call = f"reduce({OP_NAMES[op]}, to rank {root}) of {_amount(tensor)}"
+        call = f"reduce({OP_NAMES[op]}, to rank {root}) of {amount(tensor)}"
         self._agree(call, _why_not_reducible(tensor, op) or self._why_no_rank(root))
-        with _translated(call):
+        with translated(call):
             self._reduce(tensor if self._rank == root else tensor.clone(), op)
         return Finished() if async_op else None
 
     def gather(
         self, output: Tensor | None, input: Tensor, root: int, async_op: bool
     ) -> Finished | None:
-        call = f"gather(to rank {root}) of {_amount(input)} per rank"
+        call = f"gather(to rank {root}) of {amount(input)} per rank"
         why = self._why_no_rank(root)
         if not why and self._rank == root:
             why = self._why_unequal(input, _given(output), "output")
         self._agree(call, why)
-        with _translated(call):
+        with translated(call):
             if input.numel() > 0:
-                gathered = self._gather_bytes(_bytes_of(input))
+                gathered = self._gather_bytes(bytes_of(input))
                 if self._rank == root:
-                    _copy_bytes(_given(output), gathered)
+                    copy_bytes(_given(output), gathered)
         return Finished() if async_op else None
 
     def scatter(
         self, output: Tensor, input: Tensor | None, root: int, async_op: bool
     ) -> Finished | None:
-        call = f"scatter(from rank {root}) of {_amount(output)} per rank"
+        call = f"scatter(from rank {root}) of {amount(output)} per rank"
         why = self._why_no_rank(root)
         if not why and self._rank == root:
             why = self._why_unequal(output, _given(input), "input")
         self._agree(call, why)
-        with _translated(call):
+        with translated(call):
             together = torch.empty(self._size * output.nbytes, dtype=torch.uint8)
             if self._rank == root:
-                together.copy_(_bytes_of(_given(input)))
+                together.copy_(bytes_of(_given(input)))
             self._broadcast_bytes(together, root)
-            _copy_bytes(output, together.view(self._size, -1)[self._rank])
+            copy_bytes(output, together.view(self._size, -1)[self._rank])
         return Finished() if async_op else None
 
     def all_gather(self, output: Tensor, input: Tensor, async_op: bool) -> Finished | None:
-        call = f"all_gather of {_amount(input)} per rank"
+        call = f"all_gather of {amount(input)} per rank"
         self._agree(call, self._why_unequal(input, output, "output"))
-        with _translated(call):
+        with translated(call):
             if input.numel() > 0:
-                _copy_bytes(output, self._gather_bytes(_bytes_of(input)))
+                copy_bytes(output, self._gather_bytes(bytes_of(input)))
         return Finished() if async_op else None
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Finished | None:
-        call = f"broadcast(from rank {root}) of {_amount(tensor)}"
+        call = f"broadcast(from rank {root}) of {amount(tensor)}"
         self._agree(call, self._why_no_rank(root))
-        with _translated(call):
-            self._broadcast_bytes(_bytes_of(tensor), root)
+        with translated(call):
+            self._broadcast_bytes(bytes_of(tensor), root)
         return Finished() if async_op else None
 
     def broadcast_many(self, tensors: list[Tensor], root: int) -> None:
@@ -170,8 +157,8 @@ class ProcessGroupOperations:
         orders = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
         call = f"broadcast(from rank {root}) of {len(tensors)} tensors with {total} bytes"
         self._agree(f"{call}, layout {_fingerprint(orders)}", self._why_no_rank(root))
-        with _translated(call):
-            runs = [_bytes_of(_in_memory_order(tensor)) for tensor in tensors]
+        with translated(call):
+            runs = [bytes_of(in_memory_order(tensor)) for tensor in tensors]
             together = torch.cat(runs) if runs else torch.empty(0, dtype=torch.uint8)
             self._broadcast_bytes(together, root)
             if self._rank != root and runs:
@@ -189,128 +176,36 @@ class ProcessGroupOperations:
         input_splits: list[int],
         async_op: bool,
     ) -> Finished | None:
-        call = f"all_to_all of {_name(input.dtype)}"
+        call = f"all_to_all of {dtype_name(input.dtype)}"
         why = self._why_bad_splits(input, input_splits, output, output_splits)
         self._agree(call, why)
         self._check_splits(input_splits, output_splits)
         size = input.element_size()
-        with _translated(call):
+        with translated(call):
             received = torch.empty(output.nbytes, dtype=torch.uint8)
             dist.all_to_all_single(
                 received,
-                _bytes_of(input),
+                bytes_of(input),
                 [split * size for split in output_splits],
                 [split * size for split in input_splits],
                 group=self._group,
             )
-            _copy_bytes(output, received)
+            copy_bytes(output, received)
         return Finished() if async_op else None
 
     def refuse(self, why: str) -> None:
         """Raises UsageError here and MismatchError on the peers, for a call that cannot be made."""
         self._agree("an invalid call", why)
 
-    def send(self, tensor: Tensor, destination: int, tag: int) -> None:
-        call = self._send_call(tensor, destination, tag)
-        run = partial(self._send_message, tensor, destination, tag, call)
-        self._queues.run("send", destination, tag, call, run)
-
-    def start_send(self, tensor: Tensor, destination: int, tag: int) -> MessageRequest:
-        call = self._send_call(tensor, destination, tag)
-        run = partial(self._send_message, tensor, destination, tag, call)
-        return self._queues.start("send", destination, tag, call, run)
-
-    def receive(self, tensor: Tensor, source: int | None, tag: int) -> int:
-        call = self._receive_call(tensor, source, tag)
-        run = partial(self._receive_message, tensor, source, tag, call)
-        return self._queues.run("recv", source, tag, call, run)
-
-    def start_receive(self, tensor: Tensor, source: int | None, tag: int) -> MessageRequest:
-        call = self._receive_call(tensor, source, tag)
-        run = partial(self._receive_message, tensor, source, tag, call)
-        return self._queues.start("recv", source, tag, call, run)
-
-    def _send_call(self, tensor: Tensor, destination: int, tag: int) -> str:
-        if destination == self._rank or not 0 <= destination < self._size:
-            raise UsageError(
-                f"send from rank {self._rank} to rank {destination} of {self._size}; the "
-                "destination must be another rank of the group"
-            )
-        _check_tag(tag)
-        return f"send of {_amount(tensor)} with tag {tag} to rank {destination}"
-
-    def _receive_call(self, tensor: Tensor, source: int | None, tag: int) -> str:
-        if source == self._rank or (source is not None and not 0 <= source < self._size):
-            raise UsageError(
-                f"recv on rank {self._rank} from rank {source} of {self._size}; the source must "
-                "be another rank of the group"
-            )
-        _check_tag(tag)
-        whose = "any rank" if source is None else f"rank {source}"
-        return f"recv of {_amount(tensor)} with tag {tag} from {whose}"
-
-    def _send_message(self, tensor: Tensor, destination: int, tag: int, call: str) -> int:
-        with _translated(call), self._turn("send", destination, tag):
-            # The header goes first, so that a receiver with another buffer can raise.
-            header = _text_to_tensor(f"{tensor.numel()} {_name(tensor.dtype)}")
-            self._send(header, destination, tag)
-            answer = torch.zeros(1, dtype=torch.uint8)
-            self._receive(answer, destination, tag + _ANSWER_TAG)
-            if answer.item() == 0:
-                raise MismatchError(f"rank {destination} refused the {call}: its buffer differs")
-            if tensor.numel() > 0:
-                self._send(_bytes_of(tensor), destination, tag + _DATA_TAG)
-        return -1
-
-    def _receive_message(self, tensor: Tensor, source: int | None, tag: int, call: str) -> int:
-        with _translated(call):
-            header = torch.zeros(_CALL_NBYTES, dtype=torch.uint8)
-            source = self._receive(header, source, tag)
-            # The sender begins its next message after this one's answer, so turns are in order.
-            with self._turn("recv", source, tag):
-                self._receive_data(tensor, source, tag, _tensor_to_text(header))
-        return source
-
-    def _receive_data(self, tensor: Tensor, source: int, tag: int, found: str) -> None:
-        """`found` is the sender's header."""
-        expected = f"{tensor.numel()} {_name(tensor.dtype)}"
-        answer = torch.tensor([found == expected], dtype=torch.uint8)
-        self._send(answer, source, tag + _ANSWER_TAG)
-        if found != expected:
-            raise MismatchError(
-                f"recv expected {expected} with tag {tag}, but rank {source} sent {found}"
-            )
-        if tensor.numel() > 0:
-            received = torch.empty(tensor.nbytes, dtype=torch.uint8)
-            self._receive(received, source, tag + _DATA_TAG)
-            _copy_bytes(tensor, received)
-
-    def _send(self, run: Tensor, destination: int, tag: int) -> None:
-        dist.send(run, group=self._group, tag=tag, group_dst=destination)
-
-    def _receive(self, run: Tensor, source: int | None, tag: int) -> int:
-        if source is not None:
-            dist.recv(run, group=self._group, tag=tag, group_src=source)
-            return source
-        return dist.get_group_rank(self._group, dist.recv(run, group=self._group, tag=tag))
-
-    @contextmanager
-    def _turn(self, direction: str, peer: int, tag: int) -> Iterator[None]:
-        """Threads that exchange messages with one peer and tag do so one after the other."""
-        with self._turns_lock:
-            turn = self._turns.setdefault((direction, peer, tag), threading.Lock())
-        with turn:
-            yield
-
     # -- agreement ------------------------------------------------------------------------------
 
     def _agree(self, text: str, why: str) -> None:
         """Compares what ranks call; on a difference all of them raise."""
         self._num_calls += 1
-        with _translated(text):
+        with translated(text):
             shown = f"an invalid call ({why})" if why else text
-            rows = self._gather_bytes(_text_to_tensor(shown)).view(self._size, -1)
-        calls = [_tensor_to_text(row) for row in rows]
+            rows = self._gather_bytes(text_to_tensor(shown)).view(self._size, -1)
+        calls = [tensor_to_text(row) for row in rows]
         if why:
             raise UsageError(why if text == "an invalid call" else f"{text}: {why}")
         if any(call != calls[0] for call in calls):
@@ -323,8 +218,8 @@ class ProcessGroupOperations:
 
     def _check_splits(self, input_splits: list[int], output_splits: list[int]) -> None:
         mine = torch.tensor([input_splits, output_splits], dtype=torch.int64)
-        with _translated("all_to_all"):
-            gathered = self._gather_bytes(_bytes_of(mine)).view(torch.int64)
+        with translated("all_to_all"):
+            gathered = self._gather_bytes(bytes_of(mine)).view(torch.int64)
         table = gathered.view(self._size, 2, self._size).tolist()
         for source in range(self._size):
             for target in range(self._size):
@@ -338,7 +233,7 @@ class ProcessGroupOperations:
 
     def _why_unequal(self, share: Tensor, whole: Tensor, what: str) -> str:
         if share.dtype != whole.dtype:
-            return f"input and output are {_name(share.dtype)} and {_name(whole.dtype)}"
+            return f"input and output are {dtype_name(share.dtype)} and {dtype_name(whole.dtype)}"
         expected = share.numel() * self._size
         if whole.numel() != expected:
             return f"{what} size is {whole.numel()} instead of {expected}"
@@ -346,7 +241,7 @@ class ProcessGroupOperations:
 
     def monitored_barrier(self, timeout_s: float | None, wait_all_ranks: bool) -> None:
         limit = None if timeout_s is None else timedelta(seconds=timeout_s)
-        with _translated("monitored_barrier"):
+        with translated("monitored_barrier"):
             dist.monitored_barrier(self._group, limit, wait_all_ranks)
 
     def _why_no_rank(self, root: int) -> str:
@@ -356,7 +251,7 @@ class ProcessGroupOperations:
         self, input: Tensor, input_splits: list[int], output: Tensor, output_splits: list[int]
     ) -> str:
         if input.dtype != output.dtype:
-            return f"{_name(input.dtype)} input, {_name(output.dtype)} output"
+            return f"{dtype_name(input.dtype)} input, {dtype_name(output.dtype)} output"
         for tensor, splits in ((input, input_splits), (output, output_splits)):
             if len(splits) != self._size:
                 return f"number of splits is {len(splits)} instead of {self._size}"
@@ -397,7 +292,7 @@ class ProcessGroupOperations:
             MAX: torch.maximum,
             PRODUCT: torch.mul,
         }
-        rows = self._gather_bytes(_bytes_of(tensor)).view(tensor.dtype).view(self._size, -1)
+        rows = self._gather_bytes(bytes_of(tensor)).view(tensor.dtype).view(self._size, -1)
         total = rows[0]
         for row in rows[1:]:
             total = combine[op](total, row)
@@ -419,70 +314,19 @@ def _given(tensor: Tensor | None) -> Tensor:
     return tensor if tensor is not None else torch.empty(0)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _amount(tensor: Tensor) -> str:
-    return f"{tensor.numel()} {_name(tensor.dtype)}"
-
-
-def _check_tag(tag: int) -> None:
-    if not 0 <= tag < _NUM_TAGS:
-        raise UsageError(f"tag is {tag}; expected one from 0 to {_NUM_TAGS - 1}")
-
-
 def _why_not_reducible(tensor: Tensor, op: int) -> str:
     if tensor.dtype not in _REDUCIBLE:
-        return f"cannot reduce tensors of {_name(tensor.dtype)}"
+        return f"cannot reduce tensors of {dtype_name(tensor.dtype)}"
     real = tensor.is_floating_point() or tensor.is_complex()
     if op == MEAN and not real:
         return "the mean of integers or bool is not defined"
     if op >= BIT_AND and real:
-        return f"{OP_NAMES[op]} of {_name(tensor.dtype)} is not defined"
+        return "a bitwise operation on numbers with fractions is not defined"
     if op in (MIN, MAX) and tensor.is_complex():
         return "min or max of complex numbers is not defined"
     return ""
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor's own memory, which is contiguous, as bytes."""
-    # A contiguous tensor of one element or none may have any stride, which a view as bytes forbids.
-    return _in_memory_order(tensor).view(torch.uint8)
-
-
-def _copy_bytes(tensor: Tensor, run: Tensor) -> None:
-    _bytes_of(tensor).copy_(run)
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """A contiguous view of a tensor that fills its memory without gaps."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
 def _fingerprint(orders: list[tuple[Any, ...]]) -> str:
     """The same in every process, unlike hash()."""
     return hashlib.sha1(repr(orders).encode()).hexdigest()[:16]
-
-
-def _text_to_tensor(text: str) -> Tensor:
-    return torch.frombuffer(
-        bytearray(text.encode()[:_CALL_NBYTES].ljust(_CALL_NBYTES, b"\0")), dtype=torch.uint8
-    )
-
-
-def _tensor_to_text(tensor: Tensor) -> str:
-    return bytes(tensor.tolist()).rstrip(b"\0").decode(errors="replace")
-
-
-@contextmanager
-def _translated(call: str) -> Iterator[None]:
-    """What a backend raises, in pydist's classes."""
-    try:
-        yield
-    except (UsageError, MismatchError):
-        raise
-    except RuntimeError as error:
-        timed_out = re.search(r"time[d]? ?out", str(error), re.IGNORECASE)
-        kind = TimeoutError if timed_out else PeerError
-        raise kind(f"{call} failed in the process group: {error}") from error

@@ -67,7 +67,8 @@ TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2|pybind11|Python\.h)")
 PYTHON_LAYERS = [
     {"_version", "errors", "_build_info"},
     {"_import_checks", "_C", "_cuda", "_schedule_plot"},
-    {"_device", "_fresh_store", "_message_queues", "schedule"},
+    {"_device", "_fresh_store", "_group_calls", "_message_queues", "schedule"},
+    {"_process_group_messages"},
     {"_process_group", "_torch_groups"},
     {"_hosts"},
     {"_connect"},
