@@ -16,8 +16,6 @@ namespace py = pybind11;
 
 namespace pydist {
 
-void bind_backend(pybind11::module_& module);  // after bind_collective
-
 namespace {
 
 void raise_as(const char* name, const std::exception& error) {

@@ -12,8 +12,6 @@ namespace py = pybind11;
 
 namespace pydist {
 
-void bind_backend(pybind11::module_& module);  // after bind_collective
-
 namespace {
 
 using Options = c10d::Backend::Options;
