@@ -11,29 +11,13 @@
 #include "base/interrupt.h"
 #include "check.h"
 #include "memory_hosts.h"
+#include "raised.h"
 
 using namespace pydist;
 
 namespace {
 
 void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
-
-template <class ErrorType>
-std::string message_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const ErrorType& error) {
-    return error.what();
-  }
-  CHECK(!"the error was not raised");
-  return "";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  if (text.find(part) != std::string::npos) return true;
-  std::fprintf(stderr, "'%s' is not in '%s'\n", part.c_str(), text.c_str());
-  return false;
-}
 
 void test_mismatches() {
   on_hosts(kHosts[2], [&](HostsCommunicator& c, HostsTeam&) {

@@ -10,6 +10,7 @@
 #include "check.h"
 #include "memory_hosts.h"
 #include "memory_messages.h"
+#include "raised.h"
 
 using namespace pydist;
 
@@ -49,17 +50,6 @@ void test_messages() {
       CHECK(counts.received.calls == 2 * (n - 1) && counts.received.nbytes == 16 * (n - 1));
     });
   }
-}
-
-template <class ErrorType, class BodyType>
-std::string message_of(BodyType&& body) {
-  try {
-    body();
-  } catch (const ErrorType& error) {
-    return error.what();
-  }
-  CHECK(!"the error was not raised");
-  return "";
 }
 
 void test_any_source_and_misuse() {
