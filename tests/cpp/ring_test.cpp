@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "check.h"
-#include "collective/shm_communicator.h"
 #include "collective/convert.h"
 #include "collective/reduce.h"
+#include "collective/shm_communicator.h"
 #include "memory_store.h"
 
 using namespace pydist;
