@@ -5,6 +5,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 CUDA_VENV ?= .venv-cuda
+# The oldest torch that is supported; its wheels are for CUDA, 7 GB with what they need.
+OLDEST_TORCH ?= torch==2.9.1
+OLDEST_VENV ?= .venv-oldest
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip -qq --disable-pip-version-check
 DEMO_ARGS ?=
@@ -33,7 +36,8 @@ export PATH := $(CURDIR)/build/ccache:$(PATH)
 CCACHE_LINKS := build/ccache/g++
 endif
 
-.PHONY: help venv demo iproute2 test test-all bench lint format cpp-test cpp-test-aarch64 cuda-check clean
+.PHONY: help venv demo iproute2 test test-all bench lint format cpp-test cpp-test-aarch64 \
+	test-oldest cuda-check clean
 
 help:
 	@echo "make demo       train a small GPT five ways and compare"

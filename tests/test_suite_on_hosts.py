@@ -11,6 +11,9 @@ from conftest import Transport
 from other_transports import gather_tests
 from ranks import HOSTS
 
+# Some minutes; test_data_parallel_hosts.py has what hosts change.
+pytestmark = pytest.mark.slow
+
 MODULES = [
     "data_parallel_buckets",
     "data_parallel_buffers",
