@@ -91,14 +91,32 @@ $(VENV)/.interop: tests/interop/requirements.txt | $(VENV)/.built
 	@$(PIP) install -r $<
 	@touch $@
 
-test-all: $(VENV)/.interop iproute2 cpp-test cpp-test-aarch64
+$(OLDEST_VENV)/.installed:
+	@echo "making the environment $(OLDEST_VENV) with $(OLDEST_TORCH) ..."
+	@rm -rf $(OLDEST_VENV)
+	@$(PYTHON) -m venv $(OLDEST_VENV)
+	@$(OLDEST_VENV)/bin/python -m pip -qq --disable-pip-version-check install "$(OLDEST_TORCH)" \
+	  numpy "setuptools>=77" ninja "pytest>=8"
+	@touch $@
+
+# What differs between versions of torch: autograd, process groups, backends. Installed, not in
+# place, where the extension of the other environment is; and not run from here.
+OLDEST_TESTS := collectives backend data_parallel_gradients data_parallel_surface backward_cut_graphs
+test-oldest: $(OLDEST_VENV)/.installed | $(CCACHE_LINKS)
+	@echo "building pydist for $(OLDEST_TORCH) ..."
+	@PATH="$(CURDIR)/$(OLDEST_VENV)/bin:$$PATH" PYDIST_CUDA=0 $(OLDEST_VENV)/bin/python -m pip -qq \
+	  --disable-pip-version-check install --no-build-isolation --no-deps --force-reinstall .
+	@cd $(OLDEST_VENV) && bin/pytest -q -m "not slow" -c ../pyproject.toml --rootdir=.. \
+	  -p no:cacheprovider $(OLDEST_TESTS:%=../tests/test_%.py)
+
+test-all: $(VENV)/.interop iproute2 cpp-test cpp-test-aarch64 test-oldest
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 bench: venv iproute2
 	$(PY) -m bench $(BENCH_ARGS)
 
 CXX_FILES = $(shell find csrc tests -name "*.h" -o -name "*.cpp" -o -name "*.inl" -o -name "*.cu" -o -name "*.cuh")
-LINTED = $(wildcard setup.py build_backend pydist tests bench examples)
+LINTED = $(wildcard setup.py build_backend pydist pydist_backend.py tests bench examples)
 
 lint: venv
 	$(PY) -m ruff check $(LINTED)
