@@ -93,7 +93,7 @@ def test_a_rank_that_makes_no_group_is_named() -> None:
     outcomes = fresh_ranks(3, never_come, env=env)
     for outcome in outcomes[:2]:
         assert outcome.ok, outcome.traceback
-        assert "for rank 2 to join the default group" in outcome.value
+        assert "rank 2 to join the default group" in outcome.value
 
 
 def fail_to_connect(rank: int, world_size: int) -> str:
