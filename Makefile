@@ -15,7 +15,8 @@ PYTEST_ARGS ?=
 PURE_SOURCES := $(wildcard csrc/base/*.cpp) \
 	$(filter-out csrc/transport/c10d_store.cpp,$(wildcard csrc/transport/*.cpp)) \
 	$(wildcard csrc/collective/*.cpp csrc/collective/device_kernels/*.cpp) \
-	$(wildcard csrc/bucket/copy_tiles.cpp csrc/bucket/device_pack.cpp csrc/bucket/layout.cpp csrc/bucket/pack.cpp csrc/bucket/shared_round.cpp) \
+	$(wildcard csrc/bucket/copy_tiles.cpp csrc/bucket/device_pack.cpp csrc/bucket/host_round.cpp) \
+	$(wildcard csrc/bucket/layout.cpp csrc/bucket/ordered_round.cpp csrc/bucket/pack.cpp csrc/bucket/shared_round.cpp) \
 	$(addprefix csrc/pipeline/,action.cpp arena_blocks.cpp builders.cpp builders_forward.cpp \
 	  builders_looped.cpp \
 	  builders_v.cpp builders_zero_bubble.cpp csv.cpp grid.cpp lowering.cpp readiness.cpp \

@@ -86,6 +86,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("arena_usage", &arena_usage,
              "Bytes of this process's arena: used, committed, capacity.");
   bind_collective(module);
+  bind_hosts(module);
   bind_nccl(module);
   bind_device_all_reduce(module);
   bind_reducer(module);

@@ -8,6 +8,7 @@
 #include "base/clock.h"
 #include "bindings.h"
 #include "bindings_dtype.h"
+#include "collective/hosts_communicator.h"
 #include "collective/shm_communicator.h"
 #include "transport/arena.h"
 #include "transport/c10d_store.h"
@@ -103,16 +104,6 @@ MaybeRequest launch(const SharedCommunicator& communicator, bool async_op,
   auto keep_alive = std::make_shared<std::vector<at::Tensor>>(tensors);
   const py::gil_scoped_release no_gil;
   return PyRequest(communicator, communicator->start(std::move(collective), std::move(keep_alive)));
-}
-
-// The end of a communicator waits for its worker, who may need the GIL to let go of tensors.
-SharedCommunicator without_gil_at_end(SharedCommunicator communicator) {
-  Communicator* pointer = communicator.get();
-  return SharedCommunicator(pointer, [owner = std::move(communicator)](Communicator*) mutable {
-    std::optional<py::gil_scoped_release> no_gil;
-    if (PyGILState_Check()) no_gil.emplace();
-    owner.reset();
-  });
 }
 
 SharedCommunicator make_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -250,7 +241,22 @@ bool in_arena(const at::Tensor& tensor) {
   return arena != nullptr && tensor.numel() > 0 && arena->contains(tensor.const_data_ptr());
 }
 
+const char* transport_of(const Communicator& communicator) {
+  return dynamic_cast<const HostsCommunicator*>(&communicator) != nullptr ? "hosts"
+                                                                          : "shared_memory";
+}
+
 }  // namespace
+
+std::shared_ptr<Communicator> without_gil_at_end(std::shared_ptr<Communicator> communicator) {
+  Communicator* pointer = communicator.get();
+  return std::shared_ptr<Communicator>(pointer,
+                                       [owner = std::move(communicator)](Communicator*) mutable {
+                                         std::optional<py::gil_scoped_release> no_gil;
+                                         if (PyGILState_Check()) no_gil.emplace();
+                                         owner.reset();
+                                       });
+}
 
 void bind_collective(py::module_& module) {
   py::class_<PyRequest>(module, "Request", "An operation that was started with async_op.")
@@ -267,6 +273,7 @@ void bind_collective(py::module_& module) {
            py::arg("timeout_s"), py::arg("name"), py::arg("global_ranks"))
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("transport", &transport_of, "As Engine.transport.")
       .def("all_reduce", &all_reduce, py::arg("tensor"), py::arg("op"), py::arg("async_op"),
            "In place.")
       .def("reduce_scatter", &reduce_scatter, py::arg("output"), py::arg("input"), py::arg("op"),

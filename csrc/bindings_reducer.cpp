@@ -7,12 +7,14 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <variant>
 
 #include "base/check.h"
 #include "base/hash.h"
 #include "bindings.h"
 #include "bucket/device_round.h"
 #include "bucket/hook_round.h"
+#include "bucket/host_round.h"
 #include "bucket/pack.h"
 #include "bucket/process_group_round.h"
 #include "bucket/reducer.h"
@@ -28,6 +30,9 @@ namespace {
 // From here on a gradient is reduced where it lies, on a device: packing costs less than a call of
 // NCCL's on less than this.
 constexpr size_t kDeviceAloneNbytes = size_t{8} << 20;
+
+// The same over hosts: a unit costs a message there and back.
+constexpr size_t kHostsAloneNbytes = size_t{1} << 20;
 
 // torch's name of a type, or None.
 WireType wire_type(const py::object& name) {
@@ -99,11 +104,24 @@ std::unique_ptr<c10d::CommHookInterface> make_comm_hook(const py::dict& settings
   return std::make_unique<c10d::PythonCommHook>(state, hook);
 }
 
-// How ranks reach each other: over a device, through a process group, or through shared memory.
+// What carries a reducer's rounds, where that is neither shared memory nor a device.
+using Carrier = std::variant<c10::intrusive_ptr<c10d::ProcessGroup>, std::shared_ptr<Communicator>>;
+
+std::shared_ptr<HostsCommunicator> hosts_of(const std::optional<Carrier>& carrier) {
+  if (!carrier || !std::holds_alternative<std::shared_ptr<Communicator>>(*carrier)) return nullptr;
+  auto hosts = std::dynamic_pointer_cast<HostsCommunicator>(
+      std::get<std::shared_ptr<Communicator>>(*carrier));
+  PYDIST_CHECK(hosts, UsageError, "a reducer's carrier must be a communicator over several hosts");
+  return hosts;
+}
+
+// How ranks reach each other: over a device, over several hosts, through a process group, or
+// through shared memory.
 struct Transport {
   std::shared_ptr<NcclCommunicator> communicator;  // may be null
   Algorithm algorithm = Algorithm::kAuto;
   WireType wire = WireType::kSame;
+  std::shared_ptr<HostsCommunicator> hosts;  // may be null
   std::optional<c10::intrusive_ptr<c10d::ProcessGroup>> group;
   BoardOptions board;
 };
@@ -117,6 +135,10 @@ std::unique_ptr<Round> make_round(Transport transport, c10::intrusive_ptr<c10d::
                                          wrap_c10d_store(std::move(store)), device, transport.wire,
                                          std::move(plan));
   }
+  if (transport.hosts != nullptr) {
+    return std::make_unique<HostRound>(std::move(transport.hosts), unit_type(transport.wire),
+                                       std::move(plan));
+  }
   if (transport.group) {
     return std::make_unique<ProcessGroupRound>(*transport.group, wrap_c10d_store(std::move(store)),
                                                std::move(plan));
@@ -128,19 +150,24 @@ std::unique_ptr<Round> make_round(Transport transport, c10::intrusive_ptr<c10d::
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
                                       std::vector<std::string> names,
                                       c10::intrusive_ptr<c10d::Store> store,
-                                      std::optional<c10::intrusive_ptr<c10d::ProcessGroup>> group,
-                                      int rank, int size, double timeout_s,
-                                      std::vector<int> global_ranks, const py::dict& settings) {
+                                      const std::optional<Carrier>& carrier, int rank, int size,
+                                      double timeout_s, std::vector<int> global_ranks,
+                                      const py::dict& settings) {
   ReducerOptions options = reducer_options(settings);
-  options.marks_units = !group && !options.comm_hook;
-  auto hook = make_comm_hook(settings);
   Transport transport;
+  transport.hosts = hosts_of(carrier);
+  if (carrier && !transport.hosts) transport.group = std::get<0>(*carrier);
+  if (transport.hosts) {
+    options.wire.reset();  // gradients are narrow between hosts alone
+    options.layout.alone_nbytes = std::min(kHostsAloneNbytes, options.layout.caps_nbytes.back());
+  }
+  options.marks_units = !transport.group && !options.comm_hook;
+  auto hook = make_comm_hook(settings);
   if (!settings["communicator"].is_none()) {
     transport.communicator = settings["communicator"].cast<std::shared_ptr<NcclCommunicator>>();
   }
   transport.algorithm = algorithm(settings["algorithm"].cast<std::string>());
   transport.wire = wire_type(settings["wire_dtype"]);
-  transport.group = std::move(group);
   transport.board.rank = rank;
   transport.board.size = size;
   transport.board.name = "the reducer of " + options.name;
@@ -287,9 +314,10 @@ void bind_reducer(py::module_& module) {
       module, "Reducer",
       "Averages the gradients of a module's backwards; see csrc/bucket/reducer.h.")
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("names"), py::arg("store"),
-           py::arg("group"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"),
+           py::arg("carrier"), py::arg("rank"), py::arg("size"), py::arg("timeout_s"),
            py::arg("global_ranks"), py::arg("settings"),
-           "Collective. `group` is None for shared memory, else the process group to use.")
+           "Collective. `carrier` is None for shared memory, else the process group or the "
+           "communicator over hosts to use.")
       .def("prepare", &Reducer::prepare, py::arg("synchronize"),
            "To be called before a forward whose backward is wanted: hooks what is new, and raises "
            "where parameters have changed or the group has failed.")

@@ -29,6 +29,8 @@ class Communicator:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def transport(self) -> str: ...
     def all_reduce(self, tensor: Tensor, op: int, async_op: bool) -> Request | None: ...
     def reduce_scatter(
         self, output: Tensor, input: Tensor, op: int, async_op: bool
@@ -50,6 +52,23 @@ class Communicator:
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> int: ...
     def fail(self, reason: str) -> None: ...
     def benchmark_all_reduce(self, tensor: Tensor, iterations: int) -> float: ...
+
+class HostsMaker:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        hosts: list[list[int]],
+        timeout_s: float,
+        name: str,
+        ranks: list[str],
+        host_names: list[str],
+        remedy: str,
+        clue: str,
+    ) -> None: ...
+    def make(
+        self, store: Store, lane: ProcessGroup | None, flat: ProcessGroup | None
+    ) -> Communicator: ...
 
 class NcclCommunicator:
     def __init__(
@@ -111,7 +130,7 @@ class Reducer:
         parameters: list[Tensor],
         names: list[str],
         store: Store,
-        group: ProcessGroup | None,
+        carrier: ProcessGroup | Communicator | None,
         rank: int,
         size: int,
         timeout_s: float,

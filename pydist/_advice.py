@@ -92,7 +92,7 @@ def _about_transport(report: "Report") -> Iterator[str]:
 
 def _about_copies(report: "Report") -> Iterator[str]:
     total = report.born_nbytes + sum(report.packed_nbytes.values())
-    if report.transport != "shared_memory" or total == 0:
+    if report.transport not in ("shared_memory", "hosts") or total == 0:
         return
     for reason, nbytes in sorted(report.packed_nbytes.items(), key=lambda item: -item[1]):
         if nbytes < max(_SHARE_OF_BYTES * total, _NBYTES * report.num_rounds):

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from pydist import _C
 from pydist._connect import TRANSPORTS, connect
 from pydist._device import on_device
+from pydist._hosts import Group, connect_hosts, find_hosts
 from pydist._process_group import ProcessGroupOperations
 from pydist._torch_groups import cpu_backend, own_gloo_group, own_store, time_limit_s
 from pydist.errors import MismatchError, PeerError, UsageError
@@ -85,9 +86,10 @@ class Engine:
         self.operations: Operations = self.communicator or self._group_operations(group)
         self._device_communicators: dict[int, _C.NcclCommunicator] = {}
         self._equal_kinds: set[tuple[object, ...]] = set()  # of tensors broadcast on devices
-        self.transport = TRANSPORTS[0] if self.communicator is not None else TRANSPORTS[1]
+        # "shared_memory", "hosts" or "process_group".
+        self.transport = TRANSPORTS[1] if self.communicator is None else self.communicator.transport
         self._group = weakref.ref(group)
-        self._retired: list[dist.ProcessGroup] = []
+        self._retired: list[dist.ProcessGroup | _C.Communicator] = []
         self._side_operations: SideOperations | None = None
         self._side_group: dist.ProcessGroup | None = None
         self.join_session: object = None  # of _join.py, while ranks are in join()
@@ -151,13 +153,17 @@ class Engine:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def round_group(self) -> dist.ProcessGroup | None:
+    def round_carrier(
+        self, name: str, remedy: str, clue: str
+    ) -> dist.ProcessGroup | _C.Communicator | None:
         """What a reducer's rounds talk through; None where they go through shared memory.
 
-        A group of its own, with Gloo: its calls come when gradients are ready, which may be in
-        another order on each rank beside what else backward sends through the user's group (other
-        wrappers, the user's own collectives). With other backends it is the user's. Collective.
+        One of its own, over hosts and with Gloo: its calls come when gradients are ready, which may
+        be in another order on each rank beside what else backward sends (other wrappers, the user's
+        own collectives). With other backends it is the user's group. Collective.
         """
+        if self.transport == "hosts":
+            return self._make_round_communicator(name, remedy, clue)
         if self.communicator is not None:
             return None
         group = self._group()
@@ -169,13 +175,21 @@ class Engine:
         self._retired.clear()
         return own
 
+    def _make_round_communicator(self, name: str, remedy: str, clue: str) -> _C.Communicator:
+        group = Group(
+            self.store_prefix, self.rank, self.size, self.timeout_s, name, self.global_ranks
+        )
+        return connect_hosts(group, find_hosts(group), remedy, clue, only_sums=True)
+
     def channel_group(self) -> dist.ProcessGroup | None:
         """What the stages of one pipeline talk through; None where they share memory. Collective.
 
-        With Gloo a group of its own: a channel has receives posted at all times.
+        Over hosts and with Gloo a group of its own: a channel has receives posted at all times.
         """
-        if self.communicator is not None:
+        if self.transport == "shared_memory":
             return None
+        if self.transport == "hosts":
+            return self._own_group("channel")
         group = self._group()
         assert group is not None
         return self._own_group("channel") if self._takes_gloo else group
@@ -183,9 +197,9 @@ class Engine:
     def _own_group(self, purpose: str) -> dist.ProcessGroup:
         return own_gloo_group(self.store_prefix(purpose), self.rank, self.size, self.timeout_s)
 
-    def retire(self, group: dist.ProcessGroup) -> None:
-        """Takes the group of a reducer that has ended: peers may still be in its last round."""
-        self._retired.append(group)
+    def retire(self, carrier: dist.ProcessGroup | _C.Communicator) -> None:
+        """Takes the carrier of a reducer that has ended: peers may still be in its last round."""
+        self._retired.append(carrier)
 
     def store_prefix(self, name: str) -> PrefixStore:
         """A store of fresh keys; all ranks must ask for the same names in the same order."""

@@ -74,20 +74,24 @@ class Wrapping(TorchSurface):
         self.logger = DataParallelLogger(self)
 
     def _make_reducer(self, parameters: list[torch.Tensor]) -> None:
-        group = None if self._on_device else self._engine.round_group()
+        carrier = None
+        if not self._on_device:
+            carrier = self._engine.round_carrier(
+                f"the reducer of {self._model_name}", self._remedy, self._clue
+            )
         self._reducer = _C.Reducer(
             parameters=parameters,
             names=self._names,
             store=self._engine.store_prefix("reducer"),
-            group=group,
+            carrier=carrier,
             rank=self._engine.rank,
             size=self._engine.size,
             timeout_s=self._engine.timeout_s,
             global_ranks=self._engine.global_ranks,
             settings=self._reducer_settings(parameters),
         )
-        if group is not None and group is not self.process_group:
-            weakref.finalize(self._reducer, self._engine.retire, group).atexit = False
+        if carrier is not None and carrier is not self.process_group:
+            weakref.finalize(self._reducer, self._engine.retire, carrier).atexit = False
         self._watch = ModuleWatch(self.module)
 
     def _place(self, parameters: list[torch.Tensor]) -> None:

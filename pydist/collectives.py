@@ -371,14 +371,14 @@ def recv(
 def symmetric_empty(*size: Any, dtype: torch.dtype | None = None, group: Group = None) -> Tensor:
     """A tensor, not initialised, in memory that peers can reach: collectives need no copies.
 
-    Ordinary memory where the group's ranks do not share a host. Its first use is collective.
+    Ordinary memory where ranks that share a host do not share memory. Its first use is collective.
     """
     check_group(group)
     shape = _shape(size)
     dtype = dtype if dtype is not None else torch.get_default_dtype()
-    if group_engine(group).transport == "shared_memory":
-        return _C.arena_empty(shape, dtype)
-    return torch.empty(shape, dtype=dtype)
+    if group_engine(group).transport == "process_group":
+        return torch.empty(shape, dtype=dtype)
+    return _C.arena_empty(shape, dtype)
 
 
 def _shape(size: tuple[Any, ...]) -> list[int]:

@@ -95,7 +95,9 @@ class DataParallel(JoinSurface, HookSurface):
             once more; ``.grad`` keeps its own type. What is too large for float16 (beyond 65504)
             arrives as infinity on every rank, where GradScaler finds it; bfloat16 has float32's
             range. A type that is not narrower than a gradient's own changes nothing for it. One
-            rank alone rounds nothing.
+            rank alone rounds nothing. Over several hosts, gradients of float32 travel in it between
+            hosts alone: the mean of each host's ranks is what is rounded, and other types travel as
+            they are.
         unused_parameters: what a trainable parameter means that no rank used in a step: "warn"
             once, "ignore", or "error". The last raises MismatchError at the end of that backward
             on every rank, also where only some ranks did not use it, and names them; the gradients
@@ -333,7 +335,7 @@ class DataParallel(JoinSurface, HookSurface):
         if self._reducer is None:
             self._build(init_sync=False)
         transport = "nccl" if self._on_device else self._engine.transport
-        in_arena = transport == "shared_memory" and not self.gradient_as_bucket_view
+        in_arena = transport in ("shared_memory", "hosts") and not self.gradient_as_bucket_view
         return Report.of(
             model=self._model_name,
             transport=transport,

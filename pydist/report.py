@@ -70,8 +70,9 @@ class Report:
 
     Attributes:
         model: the name that messages use.
-        transport: "shared_memory", "process_group" or, for a module on a GPU, "nccl". Of the
-            last, times are those of the host, which enqueues work and does not wait for it.
+        transport: "shared_memory", "hosts" (shared memory within each of several, a network
+            between them), "process_group" or, for a module on a GPU, "nccl". Of the last, times are
+            those of the host, which enqueues work and does not wait for it.
         rank, size: this rank in its group, and the group's size.
         num_rounds: backward passes that were synchronised.
         units: what is reduced at a time.
@@ -83,7 +84,7 @@ class Report:
         forward_s: seconds in the forwards, broadcasts of buffers included.
         backward_s: seconds from the begin of backward to its last gradient.
         hidden_s: seconds of communication within backward_s: of this rank's own work in shared
-            memory; over a process group, from the first launch on.
+            memory; over hosts or a process group, from the first launch on.
         waiting_s: seconds after backward in which this rank waited for the last one to get there.
         reducing_s: seconds after that, until all gradients were the mean.
         total_s: seconds of whole steps, from the end of one round to the end of the next.

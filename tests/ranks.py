@@ -43,6 +43,9 @@ WATCHDOG_S = 60.0
 GROUP_TIMEOUT_S = 30.0  # below the watchdog, so that a rank's own message comes first
 # After the first failure the others get this long to notice it and to fail in their own words.
 GRACE_S = 10.0
+# In a pool's or a world's environment: the name of each rank's host, a letter, as in "aab". What
+# is one machine then looks like several.
+HOSTS = "PYDIST_TEST_HOSTS"
 MAX_PROCESSES = 24  # pools beyond that end, the least recently used first
 
 problems: list[str] = []  # what went wrong while closing; conftest.py fails the session for it
@@ -188,7 +191,9 @@ class _World:
 def _environment(
     rank: int, world_size: int, options: Options, place: Place | None
 ) -> dict[str, str]:
+    hosts = options.env.get(HOSTS)
     return {
+        **({"PYDIST_HOST": hosts[rank]} if hosts else {}),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),

@@ -4,14 +4,12 @@ Tests that take the fixture `transport` are run again, with ranks whose tensors 
 """
 
 import dataclasses
-import importlib
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from conftest import Transport
 from emulated import LIBRARY, EmulatedPool, emulated_pool, library
+from other_transports import tests_of
 
 MODULES = [
     "aliasing",
@@ -53,17 +51,4 @@ def transport() -> Transport:
     return OnDevice("nccl")
 
 
-def _tests() -> Iterator[tuple[str, Any]]:
-    left_out = set()
-    for module in MODULES:
-        for name, value in vars(importlib.import_module(f"test_data_parallel_{module}")).items():
-            code = getattr(value, "__code__", None)
-            arguments = code.co_varnames[: code.co_argcount] if code else ()
-            if name.removeprefix("test_") in ELSEWHERE:
-                left_out.add(name.removeprefix("test_"))
-            elif name.startswith("test_") and "transport" in arguments:
-                yield f"test_{module}__{name.removeprefix('test_')}", value
-    assert left_out == set(ELSEWHERE), set(ELSEWHERE) - left_out
-
-
-globals().update(_tests())
+globals().update(tests_of([f"data_parallel_{module}" for module in MODULES], ELSEWHERE))

@@ -11,15 +11,27 @@ ROOT = Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 
 # The lowest first; bindings are the files that stand directly in csrc/. cuda is another module.
-CPP_LAYERS = ["base", "transport", "collective", "bucket", "pipeline", "bindings", "cuda"]
+CPP_LAYERS = [
+    "base",
+    "transport",
+    "collective",
+    "backend",
+    "bucket",
+    "pipeline",
+    "bindings",
+    "cuda",
+]
 # What that one shares with the engine's; it is linked with none of its sources.
 SHARED_WITH_CUDA = ("base/", "collective/device_kernels/", "transport/nccl_api.h")
 # Files of the pure layers that may know torch, and files of other layers that may not.
 WITH_TORCH_IN_PURE_LAYERS = {"transport/c10d_store.h", "transport/c10d_store.cpp"}
 PURE_IN_OTHER_LAYERS = [
+    "bucket/arena_units",
     "bucket/copy_tiles",
     "bucket/device_pack",
+    "bucket/host_round",
     "bucket/layout",
+    "bucket/ordered_round",
     "bucket/pack",
     "bucket/round",
     "bucket/round_stats",
@@ -56,7 +68,9 @@ PYTHON_LAYERS = [
     {"_version", "errors", "_build_info"},
     {"_import_checks", "_C", "_cuda", "_schedule_plot"},
     {"_device", "schedule"},
-    {"_connect", "_process_group", "_torch_groups"},
+    {"_process_group", "_torch_groups"},
+    {"_hosts"},
+    {"_connect"},
     {"_engine"},
     {
         "_advice",

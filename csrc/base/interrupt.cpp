@@ -19,4 +19,11 @@ void check_interrupt() {
 WithoutInterrupts::WithoutInterrupts() { checks_off = true; }
 WithoutInterrupts::~WithoutInterrupts() { checks_off = false; }
 
+BlockSignals::BlockSignals() {
+  sigset_t all;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &saved_);
+}
+BlockSignals::~BlockSignals() { ::pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
+
 }  // namespace pydist

@@ -1,6 +1,8 @@
 // Lets long waits notice signals: the bindings install a check that runs Python's handlers.
 #pragma once
 
+#include <signal.h>
+
 namespace pydist {
 
 // Installs the check (may throw whatever the handler raises). Process-wide, set once at import.
@@ -15,6 +17,17 @@ class WithoutInterrupts {
  public:
   WithoutInterrupts();
   ~WithoutInterrupts();
+};
+
+// A thread started while this lives inherits a mask of all signals, so that the program's own
+// threads handle them.
+class BlockSignals {
+ public:
+  BlockSignals();
+  ~BlockSignals();
+
+ private:
+  sigset_t saved_;
 };
 
 }  // namespace pydist

@@ -27,13 +27,10 @@ bool is_half(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::k
 
 ProcessGroupRound::ProcessGroupRound(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                      std::unique_ptr<Store> store, RoundOptions options)
-    : group_(std::move(group)),
+    : OrderedRound(std::move(options), group->getSize()),
+      group_(std::move(group)),
       store_(std::move(store)),
-      options_(std::move(options)),
-      memory_(options_.units.size()),
-      published_(options_.units.size(), false),
-      postponed_(options_.units.size(), false),
-      records_(group_->getSize(), RoundRecord(options_.num_parameters)) {}
+      memory_(options_.units.size()) {}
 
 // A group whose calls will never be complete waits for them when it ends: it may not end.
 ProcessGroupRound::~ProcessGroupRound() {
@@ -68,34 +65,11 @@ std::shared_ptr<void> ProcessGroupRound::hold_memory(int unit) {
 
 void ProcessGroupRound::begin(int divisor) {
   if (!failure_.empty()) raise_failed("backward");
-  ++round_;
-  divisor_ = divisor > 0 ? divisor : size();
-  next_ = 0;
-  ended_ = false;
-  std::fill(published_.begin(), published_.end(), false);
-  std::fill(postponed_.begin(), postponed_.end(), false);
+  OrderedRound::begin(divisor);
   launched_.clear();
 }
 
-// A process group needs the same order of calls on all ranks, so a unit waits for those before it.
-void ProcessGroupRound::publish(int unit, void*) {
-  published_[unit] = true;
-  if (ended_) return launch(unit);
-  for (; next_ < static_cast<int>(published_.size()); ++next_) {
-    if (postponed_[next_]) continue;
-    if (!published_[next_]) return;
-    launch(next_);
-  }
-}
-
-void ProcessGroupRound::launch_rest() {
-  for (; next_ < static_cast<int>(published_.size()); ++next_) {
-    if (published_[next_]) launch(next_);
-  }
-}
-
-void ProcessGroupRound::launch(int unit) {
-  if (launched_.empty()) launched_ns_ = monotonic_ns();
+void ProcessGroupRound::launch(int unit, void*) {
   const Start all_reduce = [&] {
     const Memory& made = memory(unit);
     if (made.slices) return made.slices->exchange();
@@ -114,22 +88,18 @@ c10::intrusive_ptr<c10d::Work> ProcessGroupRound::start(const std::string& opera
   }
 }
 
-const std::vector<RoundRecord>& ProcessGroupRound::end(const RoundRecord& mine) {
-  if (!launched_.empty()) hidden_ns_ += monotonic_ns() - launched_ns_;
-  launch_rest();
-  ended_ = true;
-  const auto words = static_cast<int64_t>(mine.num_words());
+void ProcessGroupRound::exchange(const std::vector<uint64_t>& mine, uint64_t* all) {
+  const auto words = static_cast<int64_t>(mine.size());
   at::Tensor sent = at::empty({words}, at::TensorOptions(at::kLong));
-  mine.write(reinterpret_cast<uint64_t*>(sent.data_ptr<int64_t>()));
+  std::copy(mine.begin(), mine.end(), sent.data_ptr<int64_t>());
   std::vector<std::vector<at::Tensor>> received(1);
   for (int r = 0; r < size(); ++r) received[0].push_back(at::empty_like(sent));
   std::vector<at::Tensor> inputs{sent};
   const std::string operation = "waiting for every rank to end backward";
   await(start(operation, [&] { return group_->allgather(received, inputs); }), operation);
-  for (int r = 0; r < size(); ++r) {
-    records_[r].read(reinterpret_cast<const uint64_t*>(received[0][r].data_ptr<int64_t>()));
+  for (const at::Tensor& theirs : received[0]) {
+    all = std::copy_n(theirs.data_ptr<int64_t>(), words, all);
   }
-  return records_;
 }
 
 // Slices are gathered only now: a process group needs one order of calls on all ranks, and when an
@@ -140,10 +110,10 @@ void ProcessGroupRound::finish() {
     await(launched.work, reducing(launched.unit));
     const Memory& made = memory(launched.unit);
     if (made.slices) {
-      const Start gather = [&] { return made.slices->gather(divisor_); };
+      const Start gather = [&] { return made.slices->gather(divisor()); };
       gathers.push_back({launched.unit, start(reducing(launched.unit), gather)});
     } else {
-      made.whole.mul_(1.0 / divisor_);
+      made.whole.mul_(1.0 / divisor());
     }
     moved_nbytes_ += options_.units[launched.unit].nbytes();
   }
@@ -179,14 +149,14 @@ void ProcessGroupRound::check_now() {
 
 void ProcessGroupRound::raise_failed(const std::string& operation) {
   if (failure_.empty()) failure_ = store_->get("failure");
-  throw PeerError(concat(failure_, "; ", describe(rank()), " raises in round ", round_, ", ",
+  throw PeerError(concat(failure_, "; ", describe(rank()), " raises in round ", number(), ", ",
                          operation,
                          ", and its process group cannot be used any more: ", options_.remedy));
 }
 
 void ProcessGroupRound::raise_timeout(const std::string& operation) {
   const std::string text = concat(describe(rank()), " waited ", options_.timeout_s, " s for ",
-                                  absent_ranks(), " in round ", round_, ", ", operation);
+                                  absent_ranks(), " in round ", number(), ", ", operation);
   fail(text);
   throw TimeoutError(text + "; is every rank still running, and does it make the same calls?");
 }
@@ -226,7 +196,7 @@ void ProcessGroupRound::raise_lost(const std::string& operation, const char* cau
   failure_ = concat("a connection broke, and ", absent_ranks(), " gave no sign of life: ", cause);
   fail(concat(describe(rank()), " says: ", failure_));
   throw PeerError(
-      concat(failure_, "; ", describe(rank()), " raises in round ", round_, ", ", operation));
+      concat(failure_, "; ", describe(rank()), " raises in round ", number(), ", ", operation));
 }
 
 void ProcessGroupRound::fail(const std::string& reason) noexcept {

@@ -1,5 +1,5 @@
-// The round over a torch process group: the fallback for ranks that share no memory. One all-reduce
-// per unit, in unit order; half types by slices (sliced_mean.h).
+// The round over a torch process group: the fallback where there is no transport of our own. One
+// all-reduce per unit; half types by slices (sliced_mean.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,13 +10,13 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "bucket/round.h"
+#include "bucket/ordered_round.h"
 #include "bucket/sliced_mean.h"
 #include "transport/store.h"
 
 namespace pydist {
 
-class ProcessGroupRound final : public Round {
+class ProcessGroupRound final : public OrderedRound {
  public:
   // `store` has a prefix of its own: ranks leave their failures there.
   ProcessGroupRound(c10::intrusive_ptr<c10d::ProcessGroup> group, std::unique_ptr<Store> store,
@@ -30,15 +30,7 @@ class ProcessGroupRound final : public Round {
   void* unit_memory(int unit) override;
   std::shared_ptr<void> hold_memory(int unit) override;
   bool reaches(const void*) const override { return false; }
-  bool publishes_all() const override { return true; }
   void begin(int divisor) override;
-  bool postpone(int unit) override {
-    postponed_[unit] = true;
-    return true;
-  }
-  void publish(int unit, void* data) override;
-  void progress() override {}
-  const std::vector<RoundRecord>& end(const RoundRecord& mine) override;
   void finish() override;
   void check() override;
   void check_now() override;
@@ -57,8 +49,8 @@ class ProcessGroupRound final : public Round {
   };
   using Start = std::function<c10::intrusive_ptr<c10d::Work>()>;
   Memory& memory(int unit);
-  void launch(int unit);
-  void launch_rest();
+  void launch(int unit, void* data) override;
+  void exchange(const std::vector<uint64_t>& mine, uint64_t* all) override;
   c10::intrusive_ptr<c10d::Work> start(const std::string& operation, const Start& collective);
   std::string reducing(int unit) const { return "all-reducing " + options_.unit_names[unit]; }
   void await(const c10::intrusive_ptr<c10d::Work>& work, const std::string& operation);
@@ -70,18 +62,9 @@ class ProcessGroupRound final : public Round {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::unique_ptr<Store> store_;
-  RoundOptions options_;
   std::vector<Memory> memory_;
-  std::vector<bool> published_;
-  std::vector<bool> postponed_;
-  bool ended_ = false;
   std::vector<Launched> launched_;
-  std::vector<RoundRecord> records_;
-  uint64_t round_ = 0;
-  int divisor_ = 0;
-  int next_ = 0;             // the lowest unit that has not been launched in this round
-  int64_t launched_ns_ = 0;  // when the first unit of this round was
-  std::string failure_;      // why no further round is possible
+  std::string failure_;  // why no further round is possible
 };
 
 }  // namespace pydist

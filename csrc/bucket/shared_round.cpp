@@ -3,7 +3,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/check.h"
 #include "base/clock.h"
@@ -56,7 +55,7 @@ SharedRound::SharedRound(std::shared_ptr<Board> board, RoundOptions options)
     : board_(std::move(board)),
       options_(std::move(options)),
       num_units_(static_cast<int>(options_.units.size())),
-      memory_(num_units_, nullptr),
+      memory_(options_.units),
       total_chunks_(num_units_, 0),
       records_(size(), RoundRecord(options_.num_parameters)) {
   slots_ = reinterpret_cast<Slot*>(board_->payload());
@@ -70,24 +69,7 @@ SharedRound::SharedRound(std::shared_ptr<Board> board, RoundOptions options)
 SharedRound::~SharedRound() {
   // In a failed group a peer might still write; blocks it may touch are then given up for good.
   if (in_forked_child() || (board_->failed() && !drain())) return;
-  for (void* memory : memory_) {
-    if (memory != nullptr) Arena::instance().deallocate(memory);
-  }
-}
-
-void* SharedRound::unit_memory(int unit) {
-  if (memory_[unit] == nullptr) {
-    memory_[unit] = Arena::instance().allocate(options_.units[unit].nbytes());
-    // Gaps that nobody packs are reduced along: they must not hold signalling values.
-    std::memset(memory_[unit], 0, options_.units[unit].nbytes());
-  }
-  return memory_[unit];
-}
-
-std::shared_ptr<void> SharedRound::hold_memory(int unit) {
-  void* memory = unit_memory(unit);
-  Arena::instance().pin(memory);
-  return std::shared_ptr<void>(memory, [](void* held) { Arena::instance().unpin(held); });
+  memory_.give_back();
 }
 
 bool SharedRound::reaches(const void* data) const {

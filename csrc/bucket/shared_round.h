@@ -23,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "bucket/arena_units.h"
 #include "bucket/round.h"
 #include "transport/board.h"
 #include "transport/store.h"
@@ -39,8 +40,8 @@ class SharedRound final : public Round {
   int rank() const override { return board_->rank(); }
   int size() const override { return board_->size(); }
   std::string describe(int rank) const override { return board_->describe(rank); }
-  void* unit_memory(int unit) override;
-  std::shared_ptr<void> hold_memory(int unit) override;
+  void* unit_memory(int unit) override { return memory_.memory(unit); }
+  std::shared_ptr<void> hold_memory(int unit) override { return memory_.hold(unit); }
   bool reaches(const void* data) const override;
   void pin(void* data) override;
   void unpin(void* data) noexcept override;
@@ -89,7 +90,7 @@ class SharedRound final : public Round {
   Counter* ended_;
   Counter* busy_;
   uint64_t* record_data_;
-  std::vector<void*> memory_;           // per unit: own block of the arena, or null
+  ArenaUnits memory_;
   std::vector<int> published_;          // of this round
   std::vector<int> open_;               // published, chunks may be left to claim
   std::vector<uint64_t> total_chunks_;  // per unit: done after its last round

@@ -23,25 +23,38 @@ Call Call::unpack(uint64_t word) {
   return call;
 }
 
+const char* operation_name(Operation operation) {
+  constexpr const char* kNames[kNumOperations] = {
+      "an invalid call", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "broadcast",
+      "barrier",         "all_to_all", "reduce",         "gather",     "scatter"};
+  return kNames[static_cast<size_t>(operation)];
+}
+
 std::string Call::describe() const {
+  const char* name = operation_name(operation);
   const std::string amount = concat(" of ", num_elements, " ", dtype_name(dtype));
   switch (operation) {
     case Operation::kInvalid:
-      return "an invalid call";
-    case Operation::kAllReduce:
-      return concat("all_reduce(", reduce_op_name(op), ")", amount);
-    case Operation::kReduceScatter:
-      return concat("reduce_scatter(", reduce_op_name(op), ")", amount, " per rank");
-    case Operation::kAllGather:
-      return concat("all_gather", amount, " per rank");
-    case Operation::kBroadcast:
-      return concat("broadcast(from rank ", root, ")", amount);
-    case Operation::kBroadcastMany:
-      return concat("broadcast(from rank ", root, ") of tensors with ", num_elements, " bytes");
     case Operation::kBarrier:
-      return "barrier";
+      return name;
+    case Operation::kAllReduce:
+      return concat(name, "(", reduce_op_name(op), ")", amount);
+    case Operation::kReduceScatter:
+      return concat(name, "(", reduce_op_name(op), ")", amount, " per rank");
+    case Operation::kReduce:
+      return concat(name, "(", reduce_op_name(op), ", to rank ", root, ")", amount);
+    case Operation::kAllGather:
+      return concat(name, amount, " per rank");
+    case Operation::kGather:
+      return concat(name, "(to rank ", root, ")", amount, " per rank");
+    case Operation::kScatter:
+      return concat(name, "(from rank ", root, ")", amount, " per rank");
+    case Operation::kBroadcast:
+      return concat(name, "(from rank ", root, ")", amount);
+    case Operation::kBroadcastMany:
+      return concat(name, "(from rank ", root, ") of tensors with ", num_elements, " bytes");
     case Operation::kAllToAll:
-      return concat("all_to_all of ", dtype_name(dtype));
+      return concat(name, " of ", dtype_name(dtype));
   }
   return "";
 }

@@ -19,8 +19,14 @@ enum class Operation : uint8_t {
   kBroadcastMany,
   kBarrier,
   kAllToAll,
+  kReduce,
+  kGather,
+  kScatter,
 };
-constexpr size_t kNumOperations = static_cast<size_t>(Operation::kAllToAll) + 1;
+constexpr size_t kNumOperations = static_cast<size_t>(Operation::kScatter) + 1;
+
+// "all_reduce", as users call it.
+const char* operation_name(Operation operation);
 
 struct Call {
   static constexpr int kMaxRanks = 1 << 12;

@@ -6,22 +6,30 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "collective/buffer.h"
 #include "collective/call.h"
+#include "collective/monitored_barrier.h"
 #include "collective/request.h"
 
 namespace pydist {
 
 // One call of a collective. What an operation does not use stays as it is.
 //
-//   kAllReduce      output, in place          kBroadcast      output (the root's is the source)
-//   kReduceScatter  input -> output           kBroadcastMany  buffers
-//   kAllGather      input -> output           kAllToAll       input, input_splits -> output,
-//   output_splits (in elements) kInvalid        why: what is wrong with a call that came no
-//   further, so that peers raise instead of waiting for it
+//   kAllReduce      output, in place
+//   kReduce         output, in place; only the root's is written
+//   kReduceScatter  input -> output
+//   kAllGather      input -> output
+//   kGather         input -> output, which only the root has
+//   kScatter        input, which only the root has -> output
+//   kBroadcast      output (the root's is the source)
+//   kBroadcastMany  buffers
+//   kAllToAll       input, input_splits -> output, output_splits (in elements)
+//   kInvalid        why: what is wrong with a call that came no further, so that peers raise
+//                   instead of waiting for it
 struct Collective {
   Operation operation = Operation::kBarrier;
   ReduceOp op = ReduceOp::kSum;
@@ -32,6 +40,14 @@ struct Collective {
   std::vector<int64_t> input_splits = {};
   std::vector<int64_t> output_splits = {};
   std::string why = {};
+  // Of kMean: what the sum is divided by; 0: by the number of ranks, and on one host by nothing
+  // else.
+  int divisor = 0;
+  // What float32 travels as between hosts, for all_reduce: half types, whose rounding is the same
+  // on all ranks.
+  std::optional<DType> wire = std::nullopt;
+  // All ranks are known to make this call: between hosts they do not ask each other first.
+  bool agreed = false;
 };
 
 // Calls that ended well, and the bytes of this rank's tensors in them: of a collective's input, or
@@ -50,6 +66,9 @@ struct CommunicatorCounts {
 class Communicator {
  public:
   static constexpr int kAnySource = -1;
+  // Tags below 0 are the engine's own. Their messages are not counted, and nobody minds if the
+  // source of one that is only started dies.
+  static constexpr int64_t kMonitoredBarrierTag = -1;
 
   virtual ~Communicator() = default;
   virtual int rank() const = 0;
@@ -68,10 +87,22 @@ class Communicator {
   virtual std::shared_ptr<Request> start(Collective collective,
                                          std::shared_ptr<void> keep_alive) = 0;
 
-  // Any thread, at once: messages do not wait for collectives.
+  // Any thread, at once: messages do not wait for collectives. Users' tags start at 0. Messages
+  // of one peer and tag are received in the order in which they were sent, whatever mixture of
+  // these verbs sends and receives them.
   virtual void send(const Buffer& buffer, int destination, int64_t tag) = 0;
   // Returns the source.
   virtual int receive(const Buffer& buffer, int source, int64_t tag) = 0;
+  // The same without waiting; they go on while the caller does something else. The memory must
+  // stay until the request has ended, or `keep_alive` must hold it. A sent message's memory may
+  // change then. Request::source() is the source of a received one.
+  virtual std::shared_ptr<Request> start_send(const Buffer& buffer, int destination, int64_t tag,
+                                              std::shared_ptr<void> keep_alive) = 0;
+  virtual std::shared_ptr<Request> start_receive(const Buffer& buffer, int source, int64_t tag,
+                                                 std::shared_ptr<void> keep_alive) = 0;
+
+  // Of this rank, since the communicator was made.
+  virtual CommunicatorCounts counts() const = 0;
 
   // Ends the group: every rank raises PeerError with this reason. Never throws.
   virtual void fail(const std::string& reason) noexcept = 0;
@@ -92,6 +123,14 @@ class Communicator {
     run({Operation::kBroadcastMany, ReduceOp::kSum, root, {}, {}, std::move(buffers)});
   }
   void barrier() { run({}); }
+
+  // A barrier for finding out who does not come: rank 0 hears from every rank, then answers. Where
+  // some do not come within timeout_s, rank 0 raises TimeoutError that names all of them (without
+  // wait_all_ranks: the first), and so do the ranks that came. The group stays usable.
+  void monitored_barrier(double timeout_s, bool wait_all_ranks);
+
+ private:
+  MonitoredBarrier monitored_barrier_;
 };
 
 }  // namespace pydist

@@ -40,6 +40,7 @@ NcclElements nccl_elements(DType dtype, int64_t count) {
 const char* why_not_reducible_by_nccl(DType dtype, ReduceOp op) {
   if (const char* reason = why_not_reducible(dtype, op)) return reason;
   if (dtype == DType::kInt16) return "a reduction of int16 by NCCL";
+  if (is_bitwise(op)) return "a bitwise operation by NCCL";
   if (is_complex(dtype) && op == ReduceOp::kProduct)
     return "the product of complex numbers by NCCL";
   return nullptr;
@@ -56,10 +57,10 @@ nccl::RedOp nccl_op(DType dtype, ReduceOp op) {
       return nccl::kMin;
     case ReduceOp::kMax:
       return nccl::kMax;
-    case ReduceOp::kMean:
+    default:
       break;
   }
-  throw UsageError("a mean is no plain operation of NCCL");
+  throw UsageError(concat(reduce_op_name(op), " is no plain operation of NCCL"));
 }
 
 NcclScalar nccl_reciprocal(nccl::DataType type, int divisor) {

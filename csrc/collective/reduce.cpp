@@ -7,7 +7,8 @@
 namespace pydist {
 
 const char* reduce_op_name(ReduceOp op) {
-  constexpr const char* kNames[kNumReduceOps] = {"sum", "mean", "min", "max", "product"};
+  constexpr const char* kNames[kNumReduceOps] = {
+      "sum", "mean", "min", "max", "product", "bitwise and", "bitwise or", "bitwise xor"};
   return kNames[static_cast<int>(op)];
 }
 
@@ -16,6 +17,7 @@ const char* why_not_reducible(DType dtype, ReduceOp op) {
   if ((op == ReduceOp::kMin || op == ReduceOp::kMax) && is_complex(dtype)) {
     return "min or max of complex numbers";
   }
+  if (is_bitwise(op) && !is_integral(dtype)) return "a bitwise operation on numbers with fractions";
   return nullptr;
 }
 

@@ -8,10 +8,13 @@
 
 namespace pydist {
 
-enum class ReduceOp : uint8_t { kSum, kMean, kMin, kMax, kProduct };
-constexpr int kNumReduceOps = 5;
+// The last three work on the bits of integers and bool.
+enum class ReduceOp : uint8_t { kSum, kMean, kMin, kMax, kProduct, kBitAnd, kBitOr, kBitXor };
+constexpr int kNumReduceOps = 8;
 
-// "sum", "mean", ...
+constexpr bool is_bitwise(ReduceOp op) { return op >= ReduceOp::kBitAnd; }
+
+// "sum", "mean", ..., "bitwise and"
 const char* reduce_op_name(ReduceOp op);
 
 // An output may be one of the inputs, at the same address; any other overlap is forbidden.
@@ -33,7 +36,8 @@ const char* why_not_reducible(DType dtype, ReduceOp op);
 //
 // float16 and bfloat16 are accumulated in float32 and rounded once; everything else in its own
 // type. kMean multiplies the sum by 1/divisor before it is rounded. kMin and kMax propagate NaN.
-// Of bool, sum and max are "or", product and min are "and". Integers wrap. Raises UsageError where
+// Of bool, sum, max and bitwise or are "or", product, min and bitwise and are "and", bitwise xor is
+// "differ in an odd number of". Integers wrap. Raises UsageError where
 // why_not_reducible() gives a reason.
 void reduce(DType dtype, ReduceOp op, const ReduceArgs& args, Isa isa);
 

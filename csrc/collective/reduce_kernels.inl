@@ -130,6 +130,13 @@ struct And {
     return a & b;
   }
 };
+struct Xor {
+  static constexpr bool kScaled = false;
+  template <class Vector>
+  static inline Vector combine(Vector a, Vector b) {
+    return a ^ b;
+  }
+};
 
 // ---- The loop.
 
@@ -295,6 +302,24 @@ void reduce_floats(ReduceOp op, const ReduceArgs& args) {
       return reduce_all<Element, Max>(args);
     case ReduceOp::kProduct:
       return reduce_all<Element, Product>(args);
+    default:
+      return;  // refused by reduce()
+  }
+}
+
+// Of any integers: of their bytes, whatever type these make.
+void reduce_bits(ReduceOp op, const ReduceArgs& args, int element_nbytes) {
+  ReduceArgs bytes = args;
+  bytes.num_elements *= element_nbytes;
+  switch (op) {
+    case ReduceOp::kBitAnd:
+      return reduce_all<Plain<uint8_t>, And>(bytes);
+    case ReduceOp::kBitOr:
+      return reduce_all<Plain<uint8_t>, Or>(bytes);
+    case ReduceOp::kBitXor:
+      return reduce_all<Plain<uint8_t>, Xor>(bytes);
+    default:
+      return;
   }
 }
 
@@ -313,6 +338,8 @@ void reduce_integers(ReduceOp op, const ReduceArgs& args) {
       return reduce_all<Plain<Unsigned>, Product>(args);
     case ReduceOp::kMean:
       return;  // refused by reduce()
+    default:
+      return reduce_bits(op, args, sizeof(Signed));
   }
 }
 
@@ -326,6 +353,7 @@ void reduce_complex(ReduceOp op, const ReduceArgs& args) {
 }
 
 void reduce_bools(ReduceOp op, const ReduceArgs& args) {
+  if (op >= ReduceOp::kBitAnd) return reduce_bits(op, args, 1);
   if (op == ReduceOp::kSum || op == ReduceOp::kMax) return reduce_all<Plain<uint8_t>, Or>(args);
   return reduce_all<Plain<uint8_t>, And>(args);
 }

@@ -1,7 +1,5 @@
 #include "collective/request.h"
 
-#include <signal.h>
-
 #include <algorithm>
 #include <chrono>
 #include <limits>
@@ -17,21 +15,6 @@ namespace {
 
 constexpr std::chrono::milliseconds kSlice{50};  // how late a signal may be noticed
 
-// A thread started while this lives inherits a mask of all signals, so that the program's own
-// threads handle them.
-class BlockSignals {
- public:
-  BlockSignals() {
-    sigset_t all;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &saved_);
-  }
-  ~BlockSignals() { ::pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
-
- private:
-  sigset_t saved_;
-};
-
 }  // namespace
 
 void Request::wait() { wait(std::numeric_limits<double>::infinity()); }
@@ -42,7 +25,7 @@ void Request::wait(double timeout_s) {
   while (!test()) {
     board_->check_process();
     PYDIST_CHECK(monotonic_s() < deadline_s, TimeoutError, board_->describe(board_->rank()),
-                 " waited ", timeout_s, " s for ", description_,
+                 " waited ", timeout_s, " s for ", description(),
                  ", which goes on; wait longer, or look at what its peers do");
     ended_.wait_for(lock, std::min<std::chrono::duration<double>>(
                               kSlice, std::chrono::duration<double>(deadline_s - monotonic_s())));
@@ -51,7 +34,7 @@ void Request::wait(double timeout_s) {
       check_interrupt();
     } catch (...) {
       board_->fail(board_->describe(board_->rank()) + " was interrupted while it waited for " +
-                   description_);
+                   description());
       throw;
     }
     lock.lock();

@@ -23,6 +23,7 @@ class Request {
  public:
   Request(std::shared_ptr<Board> board, std::string description)
       : board_(std::move(board)), description_(std::move(description)) {}
+  virtual ~Request() = default;
 
   // True once it has ended, well or not.
   bool test() const { return done_.load(std::memory_order_acquire); }
@@ -30,7 +31,7 @@ class Request {
   // the group).
   void wait();
   // The same, but raises TimeoutError if it has not ended after so many seconds; it goes on then.
-  void wait(double timeout_s);
+  virtual void wait(double timeout_s);
   // What an operation that has ended raised; null if nothing.
   std::exception_ptr error() const { return error_; }
   // `action` is called once, when the operation has ended: by the thread that ends it, before
@@ -38,13 +39,15 @@ class Request {
   void on_end(std::function<void()> action);
   // Of a receive that has ended: whose message it was.
   int source() const { return source_; }
-  const std::string& description() const { return description_; }
+  virtual std::string description() const { return description_; }
 
   // For whoever carries the operation out.
   void finish(std::exception_ptr error, int source = -1);
 
- private:
+ protected:
   const std::shared_ptr<Board> board_;
+
+ private:
   const std::string description_;
   std::mutex mutex_;
   std::condition_variable ended_;

@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "base/clock.h"
+#include "collective/call_rules.h"
 #include "transport/arena.h"
 
 namespace pydist {
@@ -14,18 +15,6 @@ namespace pydist {
 namespace {
 
 constexpr double kQuietLimit_s = 10;  // far longer than any chunk takes, unless a peer is stopped
-
-// How tensors are cut, for broadcast_many: FNV-1a over their sizes, dtypes and orders.
-uint64_t layout_hash(const std::vector<Buffer>& buffers) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (const Buffer& buffer : buffers) {
-    for (uint64_t word : {static_cast<uint64_t>(buffer.num_elements),
-                          static_cast<uint64_t>(buffer.dtype), buffer.order}) {
-      hash = (hash ^ word) * 0x100000001b3;
-    }
-  }
-  return hash;
-}
 
 // What a kBroadcastMany line carries, compared between ranks.
 struct ManyLayout {
@@ -42,17 +31,9 @@ ManyLayout many_layout_of(const CallLine& line) {
   return layout;
 }
 
-int64_t sum_of(const std::vector<int64_t>& values) {
-  int64_t sum = 0;
-  for (int64_t value : values) sum += value;
-  return sum;
-}
-
 // The buffer that peers must reach for the direct way.
 const Buffer& shared_buffer(const Collective& collective) {
-  const bool in_place = collective.operation == Operation::kAllReduce ||
-                        collective.operation == Operation::kBroadcast;
-  return in_place ? collective.output : collective.input;
+  return works_in_place(collective.operation) ? collective.output : collective.input;
 }
 
 bool lies_in_arena(const Buffer& buffer) {
@@ -77,12 +58,12 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Board> board, const PayloadLayo
       layout_(layout),
       rank_(board_->rank()),
       size_(board_->size()),
-      messages_(board_, layout_),
+      messages_(std::make_shared<PointToPoint>(board_, layout_)),
       inputs_(size_),
       outputs_(size_),
       queue_(board_) {}
 
-ShmCommunicator::~ShmCommunicator() = default;
+ShmCommunicator::~ShmCommunicator() { messages_->close(); }
 
 void ShmCommunicator::run(const Collective& collective) {
   board_->check_process();
@@ -98,13 +79,19 @@ std::shared_ptr<Request> ShmCommunicator::start(Collective collective,
 }
 
 void ShmCommunicator::execute(const Collective& collective) {
-  const Call call = call_of(collective);
+  Call call = call_of(collective);
+  call.in_arena = lies_in_arena(shared_buffer(collective));
+  carry_out(collective, call);
+  counters_.add(collective);
+}
+
+void ShmCommunicator::carry_out(const Collective& collective, const Call& call) {
   board_->check([&] { return call.describe(); });
-  const std::string reason = why_invalid(collective, call);
+  const std::string reason = why_invalid(collective, rank_, size_);
   ++sequence_;
   if (!reason.empty()) refuse(call, reason);
   if (size_ == 1) return execute_alone(collective);
-  const size_t eager = eager_nbytes(collective, call);
+  const size_t eager = eager_nbytes(call);
   if (eager > 0) {
     fill_eager(collective, eager);
   } else if (call.in_arena) {
@@ -140,73 +127,6 @@ void ShmCommunicator::execute_alone(const Collective& collective) {
   if (input.num_elements > 0) {
     std::memmove(collective.output.data, input.data, input.nbytes());
   }
-}
-
-Call ShmCommunicator::call_of(const Collective& collective) const {
-  Call call;
-  call.operation = collective.operation;
-  call.op = collective.op;
-  call.root = collective.root;
-  const bool by_output = collective.operation != Operation::kAllGather;
-  const Buffer& share = by_output ? collective.output : collective.input;
-  call.dtype = share.dtype;
-  if (collective.operation == Operation::kBroadcastMany) {
-    for (const Buffer& buffer : collective.buffers) call.num_elements += buffer.nbytes();
-  } else if (collective.operation != Operation::kAllToAll) {  // whose sizes may differ
-    call.num_elements = share.num_elements;
-  }
-  call.in_arena = lies_in_arena(shared_buffer(collective));
-  return call;
-}
-
-// Empty where the call is sound as far as this rank can know.
-std::string ShmCommunicator::why_invalid(const Collective& collective, const Call& call) const {
-  const Buffer& input = collective.input;
-  const Buffer& output = collective.output;
-  const auto unequal = [](const char* what, int64_t found, int64_t expected) {
-    return concat(what, " is ", found, " instead of ", expected);
-  };
-  const auto unequal_dtypes = [&] {
-    return concat(dtype_name(input.dtype), " input, ", dtype_name(output.dtype), " output");
-  };
-  if (call.num_elements > Call::kMaxElements) return "too many elements";
-  switch (collective.operation) {
-    case Operation::kAllReduce:
-    case Operation::kReduceScatter: {
-      const char* reason = why_not_reducible(output.dtype, collective.op);
-      if (reason != nullptr) return concat(reason, " is not defined");
-      if (collective.operation == Operation::kAllReduce) return "";
-      if (input.dtype != output.dtype) return unequal_dtypes();
-      if (input.num_elements == size_ * output.num_elements) return "";
-      return unequal("input size", input.num_elements, size_ * output.num_elements);
-    }
-    case Operation::kAllGather:
-      if (input.dtype != output.dtype) return unequal_dtypes();
-      if (output.num_elements == size_ * input.num_elements) return "";
-      return unequal("output size", output.num_elements, size_ * input.num_elements);
-    case Operation::kBroadcast:
-    case Operation::kBroadcastMany:
-      if (collective.root >= 0 && collective.root < size_) return "";
-      return concat("root ", collective.root, " of ", size_, " ranks");
-    case Operation::kAllToAll:
-      if (input.dtype != output.dtype) return unequal_dtypes();
-      for (const auto* splits : {&collective.input_splits, &collective.output_splits}) {
-        const auto& buffer = splits == &collective.input_splits ? input : output;
-        if (splits->size() != static_cast<size_t>(size_)) {
-          return unequal("number of splits", splits->size(), size_);
-        }
-        if (*std::min_element(splits->begin(), splits->end()) < 0) return "a split is negative";
-        if (sum_of(*splits) != buffer.num_elements) {
-          return unequal("sum of splits", sum_of(*splits), buffer.num_elements);
-        }
-      }
-      return "";
-    case Operation::kBarrier:
-      return "";
-    case Operation::kInvalid:
-      return collective.why;
-  }
-  return "";
 }
 
 // Peers wait for a call of this rank: they learn that it is invalid, and why.
@@ -333,7 +253,7 @@ void ShmCommunicator::finish_reading(const Call& call) {
 void ShmCommunicator::wait_until_nobody_writes(const Collective& collective) noexcept {
   const double deadline_s = monotonic_s() + kQuietLimit_s;
   for (int r = 0; r < size_; ++r) {
-    // seq_cst: pairs with the store before the test of failed() in all_reduce_direct().
+    // seq_cst: pairs with the store before the test of failed() in reduce_direct().
     while (flags(r).busy.value.load(std::memory_order_seq_cst) != 0 && board_->may_still_write(r)) {
       if (monotonic_s() > deadline_s) {
         void* block = collective.output.block;
@@ -346,18 +266,48 @@ void ShmCommunicator::wait_until_nobody_writes(const Collective& collective) noe
 }
 
 void ShmCommunicator::send(const Buffer& buffer, int destination, int64_t tag) {
-  PYDIST_CHECK(destination >= 0 && destination < size_ && destination != rank_, UsageError,
-               "send from rank ", rank_, " to rank ", destination, " of ", size_,
-               "; the destination must be another rank of the group");
-  messages_.send(buffer, destination, tag);
+  check_destination(destination);
+  messages_->send(buffer, destination, tag);
 }
 
 int ShmCommunicator::receive(const Buffer& buffer, int source, int64_t tag) {
+  check_source(source);
+  return messages_->receive(buffer, source, tag);
+}
+
+std::shared_ptr<Request> ShmCommunicator::start_send(const Buffer& buffer, int destination,
+                                                     int64_t tag,
+                                                     std::shared_ptr<void> keep_alive) {
+  check_destination(destination);
+  return messages_->start_send(buffer, destination, tag, std::move(keep_alive));
+}
+
+std::shared_ptr<Request> ShmCommunicator::start_receive(const Buffer& buffer, int source,
+                                                        int64_t tag,
+                                                        std::shared_ptr<void> keep_alive) {
+  check_source(source);
+  return messages_->start_receive(buffer, source, tag, std::move(keep_alive));
+}
+
+void ShmCommunicator::check_destination(int destination) const {
+  PYDIST_CHECK(destination >= 0 && destination < size_ && destination != rank_, UsageError,
+               "send from rank ", rank_, " to rank ", destination, " of ", size_,
+               "; the destination must be another rank of the group");
+}
+
+void ShmCommunicator::check_source(int source) const {
   const bool any = source == kAnySource && size_ > 1;
   PYDIST_CHECK(any || (source >= 0 && source < size_ && source != rank_), UsageError,
                "recv on rank ", rank_, " from rank ", source, " of ", size_,
                "; the source must be another rank of the group");
-  return messages_.receive(buffer, source, tag);
+}
+
+CommunicatorCounts ShmCommunicator::counts() const {
+  CommunicatorCounts counts;
+  counters_.read(counts);
+  counts.sent = messages_->sent().read();
+  counts.received = messages_->received().read();
+  return counts;
 }
 
 }  // namespace pydist

@@ -6,18 +6,20 @@
 //
 //   eager    small: the data lay beside the call, everything is there already
 //   direct   the memory that peers need lies in arenas: they read it, and for all_reduce write it,
-//   in place staged   anything else: through slots of the board, two per rank, filled and emptied
-//   in turn
+//            in place
+//   staged   anything else: through slots of the board, two per rank, filled and emptied in turn
 //
 //   shm_communicator.cpp     the calls, what ranks agree on, failures
 //   shm_communicator_eager.cpp, _direct.cpp, _staged.cpp
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "collective/call_counters.h"
 #include "collective/communicator.h"
 #include "collective/payload_layout.h"
 #include "collective/point_to_point.h"
@@ -45,6 +47,11 @@ class ShmCommunicator final : public Communicator {
   std::shared_ptr<Request> start(Collective collective, std::shared_ptr<void> keep_alive) override;
   void send(const Buffer& buffer, int destination, int64_t tag) override;
   int receive(const Buffer& buffer, int source, int64_t tag) override;
+  std::shared_ptr<Request> start_send(const Buffer& buffer, int destination, int64_t tag,
+                                      std::shared_ptr<void> keep_alive) override;
+  std::shared_ptr<Request> start_receive(const Buffer& buffer, int source, int64_t tag,
+                                         std::shared_ptr<void> keep_alive) override;
+  CommunicatorCounts counts() const override;
   void fail(const std::string& reason) noexcept override { board_->fail(reason); }
 
  private:
@@ -54,10 +61,11 @@ class ShmCommunicator final : public Communicator {
 
   // shm_communicator.cpp
   void execute(const Collective& collective);
+  void carry_out(const Collective& collective, const Call& call);
+  void check_destination(int destination) const;
+  void check_source(int source) const;
   void execute_alone(const Collective& collective);
   void transfer(const Collective& collective, const Call& call);
-  Call call_of(const Collective& collective) const;
-  std::string why_invalid(const Collective& collective, const Call& call) const;
   [[noreturn]] void refuse(const Call& call, const std::string& reason);
   void agree(const Call& call);
   [[noreturn]] void raise_mismatch();
@@ -70,14 +78,14 @@ class ShmCommunicator final : public Communicator {
   uint8_t* peer_memory(int r) const;
 
   // shm_communicator_eager.cpp
-  static size_t eager_nbytes(const Collective& collective, const Call& call);
+  size_t eager_nbytes(const Call& call) const;
   void fill_eager(const Collective& collective, size_t nbytes);
   void transfer_eager(const Collective& collective, size_t nbytes);
   const uint8_t* eager_data(int r, size_t nbytes) const;
 
   // shm_communicator_direct.cpp
   bool transfer_direct(const Collective& collective, const Call& call);
-  void all_reduce_direct(const Collective& collective, const Call& call);
+  void reduce_direct(const Collective& collective, const Call& call);
   int64_t claim_chunk(int64_t num_chunks);
   int64_t claim_of_run(int r, int64_t num_chunks);
   void reduce_chunk(const Collective& collective, int64_t begin, int64_t num_elements);
@@ -88,9 +96,10 @@ class ShmCommunicator final : public Communicator {
   template <class Fill, class Combine, class Collect>
   void run_staged(const StagedPlan& plan, Fill&& fill, Combine&& combine, Collect&& collect);
   void transfer_staged(const Collective& collective, const Call& call);
-  void all_reduce_staged(const Collective& collective, const Call& call);
+  void reduce_staged(const Collective& collective, const Call& call);
   void reduce_scatter_staged(const Collective& collective, const Call& call);
-  void all_gather_staged(const Collective& collective, const Call& call);
+  void gather_staged(const Collective& collective, const Call& call);
+  void scatter_staged(const Collective& collective, const Call& call);
   void broadcast_staged(const Collective& collective, const Call& call);
   void all_to_all_staged(const Collective& collective, const Call& call);
 
@@ -122,7 +131,9 @@ class ShmCommunicator final : public Communicator {
   const PayloadLayout layout_;
   const int rank_;
   const int size_;
-  PointToPoint messages_;
+  const std::shared_ptr<PointToPoint> messages_;
+
+  CallCounters counters_;
 
   // Belongs to the operation whose turn it is. Equal on all ranks between operations.
   uint64_t sequence_ = 0;      // of the current call

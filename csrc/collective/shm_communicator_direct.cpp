@@ -52,14 +52,16 @@ void copy(uint8_t* to, const uint8_t* from, size_t nbytes) {
 // False where the memory is not in arenas.
 bool ShmCommunicator::transfer_direct(const Collective& collective, const Call& call) {
   if (call.operation == Operation::kBroadcastMany) return false;
-  const bool readable = call.operation == Operation::kBroadcast
-                            ? (line(call.root).call & Call::kInArenaBit) != 0
-                            : all_in_arena();
+  const bool one_source =
+      call.operation == Operation::kBroadcast || call.operation == Operation::kScatter;
+  const bool readable =
+      one_source ? (line(call.root).call & Call::kInArenaBit) != 0 : all_in_arena();
   if (!readable) return false;
   const Buffer& output = collective.output;
   switch (call.operation) {
     case Operation::kAllReduce:
-      all_reduce_direct(collective, call);
+    case Operation::kReduce:
+      reduce_direct(collective, call);
       return true;
     case Operation::kReduceScatter:
       for (int r = 0; r < size_; ++r) inputs_[r] = peer_memory(r) + rank_ * output.nbytes();
@@ -67,6 +69,9 @@ bool ShmCommunicator::transfer_direct(const Collective& collective, const Call& 
       reduce(output.dtype, collective.op,
              {inputs_.data(), size_, outputs_.data(), 1, output.num_elements}, board_->isa());
       break;
+    case Operation::kGather:
+      if (rank_ != call.root) break;
+      [[fallthrough]];
     case Operation::kAllGather:
       // Each begins with itself, so that not all read from the same rank at the same time.
       for (int k = 0; k < size_; ++k) {
@@ -79,6 +84,11 @@ bool ShmCommunicator::transfer_direct(const Collective& collective, const Call& 
     case Operation::kBroadcast:
       if (rank_ != call.root) copy(output.bytes(), peer_memory(call.root), output.nbytes());
       break;
+    case Operation::kScatter: {
+      const uint8_t* from = rank_ == call.root ? collective.input.bytes() : peer_memory(call.root);
+      copy(output.bytes(), from + rank_ * output.nbytes(), output.nbytes());
+      break;
+    }
     case Operation::kAllToAll:
       all_to_all_direct(collective);
       break;
@@ -101,7 +111,7 @@ void ShmCommunicator::all_to_all_direct(const Collective& collective) {
   }
 }
 
-void ShmCommunicator::all_reduce_direct(const Collective& collective, const Call& call) {
+void ShmCommunicator::reduce_direct(const Collective& collective, const Call& call) {
   const int64_t chunk = chunk_elements(collective.output, size_);
   const int64_t num_chunks = (call.num_elements + chunk - 1) / chunk;
   chunks_ += static_cast<uint64_t>(num_chunks);
@@ -168,8 +178,10 @@ void ShmCommunicator::reduce_chunk(const Collective& collective, int64_t begin,
     outputs_[r] = peer_memory(r) + offset;
     inputs_[r] = outputs_[r];
   }
-  reduce(buffer.dtype, collective.op, {inputs_.data(), size_, outputs_.data(), size_, num_elements},
-         board_->isa());
+  const bool to_all = collective.operation == Operation::kAllReduce;
+  void* const* outputs = to_all ? outputs_.data() : &outputs_[collective.root];
+  reduce(buffer.dtype, collective.op,
+         {inputs_.data(), size_, outputs, to_all ? size_ : 1, num_elements}, board_->isa());
 }
 
 }  // namespace pydist

@@ -8,15 +8,18 @@ namespace pydist {
 
 // What one rank contributes in bytes; 0 where the operation goes another way. Depends on nothing
 // that may differ by rank.
-size_t ShmCommunicator::eager_nbytes(const Collective& collective, const Call& call) {
+size_t ShmCommunicator::eager_nbytes(const Call& call) const {
   size_t nbytes = static_cast<size_t>(call.num_elements) * dtype_nbytes(call.dtype);
   switch (call.operation) {
     case Operation::kAllReduce:
+    case Operation::kReduce:
     case Operation::kAllGather:
+    case Operation::kGather:
     case Operation::kBroadcast:
       break;
     case Operation::kReduceScatter:
-      nbytes = collective.input.nbytes();
+    case Operation::kScatter:
+      nbytes *= static_cast<size_t>(size_);
       break;
     case Operation::kBroadcastMany:
       nbytes = static_cast<size_t>(call.num_elements);
@@ -31,11 +34,16 @@ void ShmCommunicator::fill_eager(const Collective& collective, size_t nbytes) {
   uint8_t* area = const_cast<uint8_t*>(eager_data(rank_, nbytes));
   switch (collective.operation) {
     case Operation::kAllReduce:
+    case Operation::kReduce:
       std::memcpy(area, collective.output.data, nbytes);
       break;
     case Operation::kReduceScatter:
     case Operation::kAllGather:
+    case Operation::kGather:
       std::memcpy(area, collective.input.data, nbytes);
+      break;
+    case Operation::kScatter:
+      if (rank_ == collective.root) std::memcpy(area, collective.input.data, nbytes);
       break;
     case Operation::kBroadcast:
       if (rank_ == collective.root) std::memcpy(area, collective.output.data, nbytes);
@@ -62,9 +70,12 @@ const uint8_t* ShmCommunicator::eager_data(int r, size_t nbytes) const {
 void ShmCommunicator::transfer_eager(const Collective& collective, size_t nbytes) {
   const Buffer& output = collective.output;
   const bool is_reduce_scatter = collective.operation == Operation::kReduceScatter;
+  const bool is_root = rank_ == collective.root;
   switch (collective.operation) {
     case Operation::kAllReduce:
+    case Operation::kReduce:
     case Operation::kReduceScatter: {
+      if (collective.operation == Operation::kReduce && !is_root) break;
       const size_t offset = is_reduce_scatter ? rank_ * output.nbytes() : 0;
       for (int r = 0; r < size_; ++r) inputs_[r] = eager_data(r, nbytes) + offset;
       outputs_[0] = output.data;
@@ -73,17 +84,23 @@ void ShmCommunicator::transfer_eager(const Collective& collective, size_t nbytes
       break;
     }
     case Operation::kAllGather:
+    case Operation::kGather:
+      if (collective.operation == Operation::kGather && !is_root) break;
       for (int r = 0; r < size_; ++r) {
         std::memcpy(output.bytes() + r * nbytes, eager_data(r, nbytes), nbytes);
       }
       break;
+    case Operation::kScatter:
+      std::memcpy(output.data, eager_data(collective.root, nbytes) + rank_ * output.nbytes(),
+                  output.nbytes());
+      break;
     case Operation::kBroadcast:
-      if (rank_ != collective.root) {
+      if (!is_root) {
         std::memcpy(output.data, eager_data(collective.root, nbytes), nbytes);
       }
       break;
     case Operation::kBroadcastMany: {
-      if (rank_ == collective.root) break;
+      if (is_root) break;
       const uint8_t* area = board_->payload() + layout_.eager(sequence_, collective.root);
       for (const Buffer& buffer : collective.buffers) {
         if (buffer.num_elements > 0) std::memcpy(buffer.data, area, buffer.nbytes());

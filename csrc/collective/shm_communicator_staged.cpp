@@ -111,11 +111,15 @@ void ShmCommunicator::run_staged(const StagedPlan& plan, Fill&& fill, Combine&& 
 void ShmCommunicator::transfer_staged(const Collective& collective, const Call& call) {
   switch (call.operation) {
     case Operation::kAllReduce:
-      return all_reduce_staged(collective, call);
+    case Operation::kReduce:
+      return reduce_staged(collective, call);
     case Operation::kReduceScatter:
       return reduce_scatter_staged(collective, call);
     case Operation::kAllGather:
-      return all_gather_staged(collective, call);
+    case Operation::kGather:
+      return gather_staged(collective, call);
+    case Operation::kScatter:
+      return scatter_staged(collective, call);
     case Operation::kBroadcast:
     case Operation::kBroadcastMany:
       return broadcast_staged(collective, call);
@@ -127,9 +131,11 @@ void ShmCommunicator::transfer_staged(const Collective& collective, const Call& 
 }
 
 // A step takes a piece of the tensor, of one slice per rank: slots carry slices to their owner, who
-// reduces them into its own output and its result slice; from there the others collect it.
-void ShmCommunicator::all_reduce_staged(const Collective& collective, const Call& call) {
+// reduces them into its own output and its result slice; from there the others collect it. Where
+// only the root gets it, the others leave their tensors alone.
+void ShmCommunicator::reduce_staged(const Collective& collective, const Call& call) {
   const Buffer& buffer = collective.output;
+  const bool gets_it = call.operation == Operation::kAllReduce || rank_ == call.root;
   const auto element_nbytes = static_cast<int64_t>(dtype_nbytes(buffer.dtype));
   const auto slice_nbytes = static_cast<int64_t>(layout_.slice_nbytes());
   const int64_t line_elements = static_cast<int64_t>(kCacheLineNbytes) / element_nbytes;
@@ -164,15 +170,17 @@ void ShmCommunicator::all_reduce_staged(const Collective& collective, const Call
           const int64_t nbytes = std::min(kBlockNbytes, end - at);
           for (int r = 0; r < size_; ++r) inputs_[r] = slot(t, r) + rank_ * slice_nbytes + at;
           inputs_[rank_] = mine.data + at;
-          outputs_[0] = mine.data + at;
+          outputs_[0] = gets_it ? mine.data + at : result(t, rank_) + at;
           reduce(buffer.dtype, collective.op,
                  {inputs_.data(), size_, outputs_.data(), 1, nbytes / element_nbytes},
                  board_->isa());
-          stream_copy(result(t, rank_) + at, mine.data + at, nbytes);
+          if (call.operation == Operation::kAllReduce) {
+            stream_copy(result(t, rank_) + at, mine.data + at, nbytes);
+          }
         }
       },
       [&](int64_t t) {
-        for (int r = 0; r < size_; ++r) {
+        for (int r = 0; r < size_ && gets_it; ++r) {
           const Slice slice = slice_of(t, r);
           if (r != rank_) copy(slice.data, result(t, r), slice.num_elements * element_nbytes);
         }
@@ -209,8 +217,9 @@ void ShmCommunicator::reduce_scatter_staged(const Collective& collective, const 
       [](int64_t) {});
 }
 
-void ShmCommunicator::all_gather_staged(const Collective& collective, const Call& call) {
+void ShmCommunicator::gather_staged(const Collective& collective, const Call& call) {
   const size_t share_nbytes = collective.input.nbytes();
+  const bool gets_it = call.operation == Operation::kAllGather || rank_ == call.root;
   const size_t slot_nbytes = layout_.slot_nbytes();
   const auto begin_of = [&](int64_t t) { return static_cast<size_t>(t) * slot_nbytes; };
   const auto nbytes_of = [&](int64_t t) {
@@ -222,10 +231,37 @@ void ShmCommunicator::all_gather_staged(const Collective& collective, const Call
         stream_copy(slot(t, rank_), collective.input.bytes() + begin_of(t), nbytes_of(t));
       },
       [&](int64_t t) {
-        for (int r = 0; r < size_; ++r) {
+        for (int r = 0; r < size_ && gets_it; ++r) {
           const uint8_t* from = r == rank_ ? collective.input.bytes() + begin_of(t) : slot(t, r);
           copy(collective.output.bytes() + r * share_nbytes + begin_of(t), from, nbytes_of(t));
         }
+      },
+      [](int64_t) {});
+}
+
+void ShmCommunicator::scatter_staged(const Collective& collective, const Call& call) {
+  const Buffer& output = collective.output;
+  const size_t slice_nbytes = layout_.slice_nbytes();
+  const size_t share_nbytes = output.nbytes();
+  const auto begin_of = [&](int64_t t) { return static_cast<size_t>(t) * slice_nbytes; };
+  const auto nbytes_of = [&](int64_t t) {
+    return std::min(slice_nbytes, share_nbytes - begin_of(t));
+  };
+  const auto input_of = [&](int64_t t, int r) {
+    return collective.input.bytes() + r * share_nbytes + begin_of(t);
+  };
+  run_staged(
+      {call, divide_up(share_nbytes, slice_nbytes), call.root},
+      [&](int64_t t) {
+        for (int r = 0; r < size_; ++r) {
+          if (r == rank_) continue;
+          stream_copy(slot(t, rank_) + r * slice_nbytes, input_of(t, r), nbytes_of(t));
+        }
+      },
+      [&](int64_t t) {
+        const uint8_t* from =
+            rank_ == call.root ? input_of(t, rank_) : slot(t, call.root) + rank_ * slice_nbytes;
+        copy(output.bytes() + begin_of(t), from, nbytes_of(t));
       },
       [](int64_t) {});
 }

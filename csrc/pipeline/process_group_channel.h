@@ -14,7 +14,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "pipeline/byte_streams.h"
+#include "backend/byte_streams.h"
 #include "pipeline/channel_options.h"
 #include "pipeline/step_channel.h"
 #include "transport/store.h"

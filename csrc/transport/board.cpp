@@ -86,6 +86,7 @@ void Board::arrive() {
 }
 
 std::string Board::describe(int r) const {
+  if (!options_.names.empty()) return options_.names[r];
   std::string text = concat("rank ", r, " (");
   if (!options_.global_ranks.empty() && options_.global_ranks[r] != r) {
     text += concat("global rank ", options_.global_ranks[r], ", ");
@@ -125,14 +126,15 @@ bool Board::sleep(const std::function<int()>& awaited, double slice_s) {
 }
 
 void Board::wait_slowly(const std::function<int()>& awaited,
-                        const std::function<std::string()>& operation) {
+                        const std::function<std::string()>& operation, Patience patience) {
   check_process();
+  const bool endless = patience == Patience::kEndless;
   constexpr int kProbes = 64;  // of the flag per look at the clock
   const double start_s = monotonic_s();
   for (;;) {
     const double waited_s = monotonic_s() - start_s;
-    const bool spinning = spin_ && waited_s < kSpin_s;
-    const bool yielding = !spinning && waited_s < kYield_s;
+    const bool spinning = spin_ && !endless && waited_s < kSpin_s;
+    const bool yielding = !spinning && !endless && waited_s < kYield_s;
     if (spinning) {
       for (int probe = 0; probe < kProbes; ++probe) {
         if (awaited() == kNobody) return;
@@ -141,7 +143,8 @@ void Board::wait_slowly(const std::function<int()>& awaited,
     } else if (yielding) {
       ::sched_yield();
     } else {
-      if (sleep(awaited, std::min(kSlice_s, std::max(1e-3, timeout_s() - waited_s)))) return;
+      const double left_s = endless ? kSlice_s : std::max(1e-3, timeout_s() - waited_s);
+      if (sleep(awaited, std::min(kSlice_s, left_s))) return;
       run_interrupt_check(operation);
     }
     const int missing = awaited();
@@ -157,7 +160,7 @@ void Board::wait_slowly(const std::function<int()>& awaited,
       if (awaited() == kNobody) return;
       raise_dead(dead, operation);
     }
-    if (waited_s >= timeout_s()) raise_timeout(missing, operation);
+    if (!endless && waited_s >= timeout_s()) raise_timeout(missing, operation);
   }
 }
 
@@ -218,20 +221,24 @@ int Board::failed_rank() const {
 
 bool Board::may_still_write(int r) const { return !peers_[r]->gone(); }
 
-void Board::raise_failed(const std::function<std::string()>& operation) {
+std::string Board::failure() const {
   // The first to fail may be about to write its reason, or may have died before it could.
   const double deadline_s = monotonic_s() + 0.1;
   while (header_->reason_ready.load(std::memory_order_acquire) == 0 && monotonic_s() < deadline_s) {
     ::sched_yield();
   }
   const bool has_reason = header_->reason_ready.load(std::memory_order_acquire) != 0;
-  const std::string reason =
-      has_reason ? std::string(header_->reason) : describe(failed_rank()) + " failed";
+  return has_reason ? std::string(header_->reason) : describe(failed_rank()) + " failed";
+}
+
+void Board::raise_failed(const std::function<std::string()>& operation) {
+  const std::string reason = failure();
   const std::string own = operation();
+  const std::string me = options_.names.empty() ? concat("rank ", rank()) : describe(rank());
   // Where it was this rank that gave the reason, it has said so already.
   const bool is_known = failed_rank() == rank() && reason.find(own) != std::string::npos;
   throw PeerError(concat(reason, "; ", name(), " cannot be used any more",
-                         is_known ? "" : concat(" (rank ", rank(), " was in ", own, ")"), ": ",
+                         is_known ? "" : concat(" (", me, " was in ", own, ")"), ": ",
                          options_.remedy));
 }
 

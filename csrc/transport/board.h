@@ -41,6 +41,8 @@ struct BoardOptions {
   double timeout_s = 1800;        // of set-up and of every wait
   std::string name = "group";     // for messages: "the default group", "the reducer of MyModel"
   std::vector<int> global_ranks;  // for messages; empty: 0..size-1
+  // How messages call the ranks where the board is only a part of a group; empty: "rank 1 (pid 4)".
+  std::vector<std::string> names = {};
   // What to do after a failure, and where to look after a death.
   std::string remedy = "make a new group, or restart the job";
   std::string clue = "what did it print last?";
@@ -77,7 +79,7 @@ class Board {
   // Wakes the peers that sleep on this board. Call after every publication; costs a fence and a
   // load per peer.
   void ring();
-  // The same for one peer.
+  // The same for one peer, or for this rank's own threads.
   void ring(int r);
 
   // Blocks until awaited() returns kNobody; otherwise it returns the rank that is missing, or
@@ -90,7 +92,12 @@ class Board {
   template <class Awaited, class Describe>
   void wait(Awaited&& awaited, Describe&& operation) {
     if (awaited() == kNobody) return;
-    wait_slowly(std::ref(awaited), std::ref(operation));
+    wait_slowly(std::ref(awaited), std::ref(operation), Patience::kLimited);
+  }
+  // The same for a thread that works behind the caller's back: sleeps at once, however long.
+  template <class Awaited, class Describe>
+  void watch(Awaited&& awaited, Describe&& operation) {
+    wait_slowly(std::ref(awaited), std::ref(operation), Patience::kEndless);
   }
 
   // Raises UsageError in a forked child, which must not touch the board. A plain load.
@@ -103,8 +110,12 @@ class Board {
   // Any failure marked (not: dead peers nobody has noticed). seq_cst: pairs with a busy flag stored
   // before.
   bool failed() const;
+  // Why, once it has.
+  std::string failure() const;
   // Rank that failed first, or kNobody.
   int failed_rank() const;
+  // False once rank r's process has died or left. A plain load.
+  bool alive(int r) const { return peers_[r]->alive(); }
   // True while rank r's process has not exited entirely, so that its threads might still store into
   // shared memory.
   bool may_still_write(int r) const;
@@ -112,6 +123,7 @@ class Board {
  private:
   struct Header;
   struct Doorbell;
+  enum class Patience { kLimited, kEndless };
   Board(const BoardOptions& options, std::vector<std::shared_ptr<Peer>> peers, Isa isa);
   void make(Store& store);
   void join(Store& store, const ProcessCard& maker, double deadline_s);
@@ -119,7 +131,7 @@ class Board {
   void use(std::shared_ptr<Mapping> mapping);
   void arrive();
   void wait_slowly(const std::function<int()>& awaited,
-                   const std::function<std::string()>& operation);
+                   const std::function<std::string()>& operation, Patience patience);
   void wake(int r);
   bool sleep(const std::function<int()>& awaited, double slice_s);
   void run_interrupt_check(const std::function<std::string()>& operation);

@@ -17,15 +17,19 @@ namespace {
 
 constexpr char kErrorMark = '!';
 
+std::string name_of(const BoardOptions& options, int r) {
+  return options.names.empty() ? concat("rank ", r) : options.names[r];
+}
+
 // Waits for a key of one rank, so that a rank that never comes is named.
 std::string await_key(Store& store, const std::string& key, int r, const BoardOptions& options,
                       double deadline_s) {
   double pause_s = 100e-6;
   while (!store.check(key)) {
     check_interrupt();
-    PYDIST_CHECK(monotonic_s() < deadline_s, TimeoutError, "rank ", options.rank, " waited ",
-                 options.timeout_s, " s for rank ", r, " to join ", options.name,
-                 "; is it running, and does it make the same calls?");
+    PYDIST_CHECK(monotonic_s() < deadline_s, TimeoutError, name_of(options, options.rank),
+                 " waited ", options.timeout_s, " s for ", name_of(options, r), " to join ",
+                 options.name, "; is it running, and does it make the same calls?");
     ::usleep(static_cast<useconds_t>(pause_s * 1e6));
     pause_s = std::min(2 * pause_s, 20e-3);
   }
@@ -44,7 +48,7 @@ auto publish_or_tell(Store& store, const std::string& key, Produce&& produce) {
 }
 
 void raise_peers_error(const std::string& value, int r, const BoardOptions& options) {
-  PYDIST_CHECK(value.empty() || value[0] != kErrorMark, PeerError, "rank ", r,
+  PYDIST_CHECK(value.empty() || value[0] != kErrorMark, PeerError, name_of(options, r),
                " failed in the set-up of ", options.name, ": ", value.substr(1));
 }
 
@@ -73,8 +77,8 @@ std::vector<std::shared_ptr<Peer>> connect_all(Store& store, const BoardOptions&
   try {
     for (const ProcessCard& card : cards) peers.push_back(Peer::connect(card));
   } catch (const Error& error) {
-    verdict = concat("rank ", options.rank, " cannot share memory with rank ", peers.size(), ": ",
-                     error.what());
+    verdict = concat(name_of(options, options.rank), " cannot share memory with ",
+                     name_of(options, static_cast<int>(peers.size())), ": ", error.what());
   }
   store.set(concat("verdict/", options.rank), verdict);
   for (int r = 0; r < options.size; ++r) {

@@ -1,4 +1,4 @@
-#include "pipeline/byte_streams.h"
+#include "backend/byte_streams.h"
 
 #include <ATen/ops/empty.h>
 
