@@ -11,6 +11,7 @@ from bench.table import aims_table
 
 BENCHMARKS = (
     "all_reduce",
+    "torch_backend",
     "data_parallel",
     "data_parallel_options",
     "pipeline",

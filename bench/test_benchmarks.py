@@ -12,16 +12,19 @@ from bench import (
     pack,
     pipeline,
     stages,
+    torch_backend,
 )
 from bench.models import FULL, WORKLOADS
 from bench.ranks import Rank, Ranks, RanksClock, Span
 from bench.table import size_text
+from bench.torch_operations import OPERATIONS
 
 clock = RanksClock()
 pytestmark = pytest.mark.benchmark(timer=clock)
 ROUNDS = 15
 
 ALL_REDUCE_SIZES = [size for size in all_reduce.FULL if 2**18 <= size.nbytes <= 25 * 2**20]
+BACKEND_SIZES = [size for size in torch_backend.FULL if 2**18 <= size.nbytes <= 2**24]
 PACK_SIZES = [size for size in pack.FULL if size.nbytes == 8 * 2**20]
 
 
@@ -44,6 +47,28 @@ def test_all_reduce(
 
     def one() -> None:
         turns = two_ranks.call(sample_all_reduce, contender, size)
+        clock.advance([span for span, _ in turns])
+        assert not any(wrong for _, wrong in turns)
+
+    benchmark.pedantic(one, rounds=ROUNDS, warmup_rounds=1)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("backend", torch_backend.BACKENDS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("size", BACKEND_SIZES, ids=lambda size: size_text(size.nbytes))
+def test_torch_operation(
+    benchmark: BenchmarkFixture,
+    two_ranks: Ranks,
+    size: torch_backend.Size,
+    operation: str,
+    backend: str,
+) -> None:
+    benchmark.group = f"torch_backend, {operation}, {size_text(size.nbytes)}"
+    two_ranks.call(torch_backend.make_groups)
+    two_ranks.call(torch_backend.set_up_calls, operation, size)
+
+    def one() -> None:
+        turns = two_ranks.call(torch_backend.sample_calls, backend)
         clock.advance([span for span, _ in turns])
         assert not any(wrong for _, wrong in turns)
 

@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "base/interrupt.h"
-#include "bucket/autograd_boundary.h"
+#include "base/python_boundary.h"
 #include "pipeline/schedule.h"
 #include "transport/arena.h"
 #include "transport/board.h"
@@ -81,11 +81,13 @@ py::dict arena_usage() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "pydist's C++ engine";
   py::register_local_exception_translator(&translate);
-  set_autograd_rethrow(&rethrow_as_python_error);
+  set_torch_rethrow(&rethrow_as_python_error);
   set_interrupt_check(&run_signal_handlers);
   module.def("arena_usage", &arena_usage,
              "Bytes of this process's arena: used, committed, capacity.");
+  bind_arena(module);
   bind_collective(module);
+  bind_backend(module);
   bind_hosts(module);
   bind_nccl(module);
   bind_device_all_reduce(module);

@@ -10,6 +10,8 @@
 
 namespace pydist {
 
+void bind_arena(pybind11::module_& module);
+void bind_backend(pybind11::module_& module);  // after bind_collective
 void bind_collective(pybind11::module_& module);
 void bind_device(pybind11::module_& module);             // after bind_testing
 void bind_device_all_reduce(pybind11::module_& module);  // after bind_nccl

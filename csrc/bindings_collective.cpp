@@ -4,13 +4,14 @@
 #include <optional>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "backend/tensor_buffer.h"
+#include "backend/torch_dtype.h"
 #include "base/check.h"
 #include "base/clock.h"
 #include "bindings.h"
-#include "bindings_dtype.h"
+#include "bindings_communicator.h"
 #include "collective/hosts_communicator.h"
 #include "collective/shm_communicator.h"
-#include "transport/arena.h"
 #include "transport/c10d_store.h"
 
 namespace py = pybind11;
@@ -18,30 +19,6 @@ namespace py = pybind11;
 namespace pydist {
 
 namespace {
-
-enum class Arithmetic { kNeeded, kNone };
-
-// The memory of a tensor. Types that the kernels do not know are bytes to operations that only move
-// them.
-Buffer buffer_of(const at::Tensor& tensor, Arithmetic arithmetic) {
-  PYDIST_CHECK(tensor.layout() == at::kStrided && tensor.is_cpu(), UsageError,
-               "expected a dense tensor on the CPU, found ", tensor.layout(), " on ",
-               tensor.device());
-  const std::optional<DType> dtype = dtype_of(tensor.scalar_type());
-  PYDIST_CHECK(dtype || arithmetic == Arithmetic::kNone, UsageError, "cannot reduce tensors of ",
-               c10::toString(tensor.scalar_type()));
-  Buffer buffer;
-  buffer.data = tensor.mutable_data_ptr();
-  buffer.block = tensor.storage().mutable_data();
-  buffer.dtype = dtype.value_or(DType::kUInt8);
-  buffer.num_elements = dtype ? tensor.numel() : static_cast<int64_t>(tensor.nbytes());
-  return buffer;
-}
-
-Buffer contiguous_buffer(const at::Tensor& tensor, Arithmetic arithmetic) {
-  PYDIST_CHECK(tensor.is_contiguous(), UsageError, "expected a contiguous tensor");
-  return buffer_of(tensor, arithmetic);
-}
 
 // Any tensor that fills a run of memory without gaps, in whatever order.
 Buffer dense_buffer(const at::Tensor& tensor) {
@@ -61,22 +38,6 @@ ReduceOp op_of(int index) {
   return static_cast<ReduceOp>(index);
 }
 
-// An operation in flight; keeps the communicator, so that it outlives its operations.
-class PyRequest {
- public:
-  PyRequest(std::shared_ptr<Communicator> communicator, std::shared_ptr<Request> request)
-      : communicator_(std::move(communicator)), request_(std::move(request)) {}
-
-  bool test() const { return request_->test(); }
-  void wait() const { request_->wait(); }
-  std::string description() const { return request_->description(); }
-
- private:
-  std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<Request> request_;
-};
-
-using SharedCommunicator = std::shared_ptr<Communicator>;
 using MaybeRequest = std::optional<PyRequest>;
 
 Collective invalid(std::string why) {
@@ -137,6 +98,38 @@ MaybeRequest reduce_scatter(const SharedCommunicator& communicator, const at::Te
   });
 }
 
+// Of the ranks' tensors only the root's is written.
+MaybeRequest reduce_at_root(const SharedCommunicator& communicator, const at::Tensor& tensor,
+                            int root, int op, bool async_op) {
+  return launch(communicator, async_op, {tensor}, [&] {
+    const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNeeded);
+    return Collective{Operation::kReduce, op_of(op), root, {}, buffer};
+  });
+}
+
+MaybeRequest gather(const SharedCommunicator& communicator, const std::optional<at::Tensor>& output,
+                    const at::Tensor& input, int root, bool async_op) {
+  return launch(communicator, async_op, {input, output.value_or(at::Tensor())}, [&] {
+    Collective collective{
+        Operation::kGather, ReduceOp::kSum, root, contiguous_buffer(input, Arithmetic::kNone), {}};
+    if (output) collective.output = contiguous_buffer(*output, Arithmetic::kNone);
+    return collective;
+  });
+}
+
+MaybeRequest scatter(const SharedCommunicator& communicator, const at::Tensor& output,
+                     const std::optional<at::Tensor>& input, int root, bool async_op) {
+  return launch(communicator, async_op, {output, input.value_or(at::Tensor())}, [&] {
+    Collective collective{Operation::kScatter,
+                          ReduceOp::kSum,
+                          root,
+                          {},
+                          contiguous_buffer(output, Arithmetic::kNone)};
+    if (input) collective.input = contiguous_buffer(*input, Arithmetic::kNone);
+    return collective;
+  });
+}
+
 MaybeRequest all_gather(const SharedCommunicator& communicator, const at::Tensor& output,
                         const at::Tensor& input, bool async_op) {
   return launch(communicator, async_op, {input, output}, [&] {
@@ -191,20 +184,6 @@ void refuse(const SharedCommunicator& communicator, const std::string& why) {
   communicator->run(invalid(why));
 }
 
-void send(const SharedCommunicator& communicator, const at::Tensor& tensor, int destination,
-          int64_t tag) {
-  const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNone);
-  const py::gil_scoped_release no_gil;
-  communicator->send(buffer, destination, tag);
-}
-
-int receive(const SharedCommunicator& communicator, const at::Tensor& tensor,
-            std::optional<int> source, int64_t tag) {
-  const Buffer buffer = contiguous_buffer(tensor, Arithmetic::kNone);
-  const py::gil_scoped_release no_gil;
-  return communicator->receive(buffer, source.value_or(Communicator::kAnySource), tag);
-}
-
 // Seconds for `iterations` in-place sums in a row, without Python's share.
 double benchmark_all_reduce(const SharedCommunicator& communicator, const at::Tensor& tensor,
                             int iterations) {
@@ -213,32 +192,6 @@ double benchmark_all_reduce(const SharedCommunicator& communicator, const at::Te
   const double start_s = monotonic_s();
   for (int i = 0; i < iterations; ++i) communicator->all_reduce(buffer, ReduceOp::kSum);
   return monotonic_s() - start_s;
-}
-
-void free_block(void* block) { Arena::if_exists()->deallocate(block); }
-
-// A contiguous tensor in the arena, not initialised.
-at::Tensor arena_empty(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
-  int64_t nbytes = static_cast<int64_t>(c10::elementSize(dtype));
-  for (const int64_t size : sizes) {
-    PYDIST_CHECK(size >= 0, UsageError, "a tensor cannot have size ", size);
-    PYDIST_CHECK(!__builtin_mul_overflow(nbytes, size, &nbytes), UsageError,
-                 "a tensor of this shape has too many bytes");
-  }
-  void* block = nbytes > 0 ? Arena::instance().allocate(static_cast<size_t>(nbytes)) : nullptr;
-  c10::DataPtr data(block, block, block != nullptr ? &free_block : &c10::detail::deleteNothing,
-                    at::kCPU);
-  c10::Storage storage(c10::Storage::use_byte_size_t(), nbytes, std::move(data), nullptr, false);
-  at::Tensor tensor = at::detail::make_tensor<at::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
-      c10::scalarTypeToTypeMeta(dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
-  return tensor;
-}
-
-bool in_arena(const at::Tensor& tensor) {
-  const Arena* arena = Arena::if_exists();
-  return arena != nullptr && tensor.numel() > 0 && arena->contains(tensor.const_data_ptr());
 }
 
 const char* transport_of(const Communicator& communicator) {
@@ -263,12 +216,16 @@ void bind_collective(py::module_& module) {
       .def("test", &PyRequest::test, "True once the operation has ended, well or not.")
       .def("wait", &PyRequest::wait, py::call_guard<py::gil_scoped_release>(),
            "Returns once the operation has ended; raises what it raised.")
+      .def_property_readonly("source", &PyRequest::source,
+                             "Of a receive that has ended: whose message it was, else -1.")
       .def_property_readonly("description", &PyRequest::description,
                              "What it is, as error messages say it.");
-  py::class_<Communicator, SharedCommunicator>(
+  CommunicatorClass communicator(
       module, "Communicator",
       "One group's collectives and messages, on contiguous CPU tensors. "
-      "Reduce operations are 0 sum, 1 mean, 2 min, 3 max, 4 product; ranks are the group's.")
+      "Reduce operations are 0 sum, 1 mean, 2 min, 3 max, 4 product, 5, 6 and 7 bitwise and, or "
+      "and xor; ranks are the group's.");
+  communicator
       .def(py::init(&make_communicator), py::arg("store"), py::arg("rank"), py::arg("size"),
            py::arg("timeout_s"), py::arg("name"), py::arg("global_ranks"))
       .def_property_readonly("rank", &Communicator::rank)
@@ -278,6 +235,13 @@ void bind_collective(py::module_& module) {
            "In place.")
       .def("reduce_scatter", &reduce_scatter, py::arg("output"), py::arg("input"), py::arg("op"),
            py::arg("async_op"), "The output is this rank's part of the reduced inputs.")
+      .def("reduce", &reduce_at_root, py::arg("tensor"), py::arg("root"), py::arg("op"),
+           py::arg("async_op"), "The root's tensor becomes the reduction; the others' stay.")
+      .def("gather", &gather, py::arg("output"), py::arg("input"), py::arg("root"),
+           py::arg("async_op"),
+           "The root's output is all inputs in rank order; the others have none.")
+      .def("scatter", &scatter, py::arg("output"), py::arg("input"), py::arg("root"),
+           py::arg("async_op"), "Rank r's output is the r-th part of the input that the root has.")
       .def("all_gather", &all_gather, py::arg("output"), py::arg("input"), py::arg("async_op"),
            "The output is all inputs in rank order.")
       .def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"), py::arg("async_op"),
@@ -290,20 +254,13 @@ void bind_collective(py::module_& module) {
            "Sends the r-th part of input to rank r; splits count elements.")
       .def("refuse", &refuse, py::arg("why"),
            "Raises UsageError here and MismatchError on the peers, for a call that cannot be made.")
-      .def("send", &send, py::arg("tensor"), py::arg("destination"), py::arg("tag"),
-           "Returns when the tensor may change again.")
-      .def("receive", &receive, py::arg("tensor"), py::arg("source"), py::arg("tag"),
-           "From a rank, or from any where None; returns the source.")
       .def(
           "fail",
           [](Communicator& communicator, const std::string& reason) { communicator.fail(reason); },
           py::arg("reason"), "Ends the group: every rank raises PeerError with this reason.")
       .def("benchmark_all_reduce", &benchmark_all_reduce, py::arg("tensor"), py::arg("iterations"),
            "Seconds for so many sums in a row, without Python's share.");
-  module.def("arena_empty", &arena_empty, py::arg("sizes"), py::arg("dtype"),
-             "A contiguous tensor in this process's arena, not initialised.");
-  module.def("in_arena", &in_arena, py::arg("tensor"),
-             "True if peers can reach the tensor's memory.");
+  bind_messages(communicator);
 }
 
 }  // namespace pydist

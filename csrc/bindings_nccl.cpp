@@ -5,10 +5,10 @@
 #include <optional>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "backend/torch_dtype.h"
 #include "base/check.h"
 #include "base/device_runtime.h"
 #include "bindings.h"
-#include "bindings_dtype.h"
 #include "collective/nccl_communicator.h"
 #include "collective/nccl_handle.h"
 #include "collective/nccl_watchdog.h"

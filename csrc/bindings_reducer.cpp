@@ -31,8 +31,8 @@ namespace {
 // NCCL's on less than this.
 constexpr size_t kDeviceAloneNbytes = size_t{8} << 20;
 
-// The same over hosts: a unit costs a message there and back.
-constexpr size_t kHostsAloneNbytes = size_t{1} << 20;
+// The same over hosts: what the network carries in the time that a message of nothing takes.
+constexpr size_t kHostsAloneNbytes = size_t{256} << 10;
 
 // torch's name of a type, or None.
 WireType wire_type(const py::object& name) {
@@ -159,7 +159,9 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters,
   if (carrier && !transport.hosts) transport.group = std::get<0>(*carrier);
   if (transport.hosts) {
     options.wire.reset();  // gradients are narrow between hosts alone
-    options.layout.alone_nbytes = std::min(kHostsAloneNbytes, options.layout.caps_nbytes.back());
+    size_t& alone_nbytes = options.layout.alone_nbytes;
+    alone_nbytes =
+        std::max(alone_nbytes, std::min(kHostsAloneNbytes, options.layout.caps_nbytes.back()));
   }
   options.marks_units = !transport.group && !options.comm_hook;
   auto hook = make_comm_hook(settings);

@@ -27,6 +27,8 @@ class Request(Protocol):
 
     def test(self) -> bool: ...
     def wait(self) -> None: ...
+    @property
+    def source(self) -> int: ...  # of a receive that has ended: a rank of the group
 
 
 class Operations(Protocol):
@@ -35,6 +37,13 @@ class Operations(Protocol):
     def all_reduce(self, tensor: Tensor, op: int, async_op: bool) -> Request | None: ...
     def reduce_scatter(
         self, output: Tensor, input: Tensor, op: int, async_op: bool
+    ) -> Request | None: ...
+    def reduce(self, tensor: Tensor, root: int, op: int, async_op: bool) -> Request | None: ...
+    def gather(
+        self, output: Tensor | None, input: Tensor, root: int, async_op: bool
+    ) -> Request | None: ...
+    def scatter(
+        self, output: Tensor, input: Tensor | None, root: int, async_op: bool
     ) -> Request | None: ...
     def all_gather(self, output: Tensor, input: Tensor, async_op: bool) -> Request | None: ...
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Request | None: ...
@@ -51,6 +60,9 @@ class Operations(Protocol):
     def refuse(self, why: str) -> None: ...
     def send(self, tensor: Tensor, destination: int, tag: int) -> None: ...
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> int: ...
+    def start_send(self, tensor: Tensor, destination: int, tag: int) -> Request: ...
+    def start_receive(self, tensor: Tensor, source: int | None, tag: int) -> Request: ...
+    def monitored_barrier(self, timeout_s: float | None, wait_all_ranks: bool) -> None: ...
 
 
 class SideOperations(Protocol):
@@ -71,7 +83,7 @@ class Engine:
         self._backend = str(dist.get_backend(group))
         # Over the CPU, groups of our own can have Gloo where the user's has it, or has nothing.
         self._cpu_backend = cpu_backend(group)
-        self._takes_gloo = self._cpu_backend in ("gloo", "")
+        self._takes_gloo = self._cpu_backend in ("gloo", "pydist", "")
         self._store = own_store(group, self.size)
         self._num_prefixes: dict[str, int] = {}
         self.communicator: _C.Communicator | None = connect(
@@ -162,15 +174,17 @@ class Engine:
         be in another order on each rank beside what else backward sends (other wrappers, the user's
         own collectives). With other backends it is the user's group. Collective.
         """
-        if self.transport == "hosts":
-            return self._make_round_communicator(name, remedy, clue)
-        if self.communicator is not None:
+        if self.transport == "shared_memory":
             return None
-        group = self._group()
-        assert group is not None
-        if not self._takes_gloo:
+        own: dist.ProcessGroup | _C.Communicator
+        if self.transport == "hosts":
+            own = self._make_round_communicator(name, remedy, clue)
+        elif self._takes_gloo:
+            own = self._own_group("rounds")
+        else:
+            group = self._group()
+            assert group is not None
             return group
-        own = self._own_group("rounds")
         # Making it took all ranks, so that none is in a round of an earlier reducer any more.
         self._retired.clear()
         return own

@@ -7,8 +7,10 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
@@ -18,6 +20,7 @@ from pydist.errors import HostError, PeerError, TimeoutError
 
 _REMEDY = "make a new group, or restart the job"
 _CLUE = "what did it print last?"
+_NO_LIMIT = timedelta(days=365)
 _LAST_WORDS_S = 2.0  # for what the other ranks have to say, once this one knows that it failed
 
 
@@ -31,7 +34,7 @@ class Place:
 
     @classmethod
     def mine(cls) -> "Place":
-        """PYDIST_HOST takes ranks apart that are on one machine; it cannot bring others together."""
+        """PYDIST_HOST can take ranks of one machine apart; it brings no others together."""
         name = os.environ.get("PYDIST_HOST", "")
         identity = {
             "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -152,7 +155,10 @@ def connect_hosts(
 
 
 def _gloo(group: Group, store: PrefixStore, members: Sequence[int]) -> dist.ProcessGroup:
-    return own_gloo_group(store, members.index(group.rank), len(members), group.timeout_s)
+    own = own_gloo_group(store, members.index(group.rank), len(members), group.timeout_s)
+    # The communicator, whose limit may change, has more to say about who does not come.
+    own._get_backend(torch.device("cpu"))._set_default_timeout(_NO_LIMIT)
+    return own
 
 
 class _Meeting:
@@ -205,22 +211,32 @@ class _Meeting:
         if error is None:
             self._raise_others(self.exchange(key, ""))
             return
-        if not isinstance(error, Exception):
-            self._tell(key, error)
+        is_first = self._tell(key, error)
+        says_why = isinstance(error, HostError | TimeoutError | PeerError)
+        if says_why or not isinstance(error, Exception):
             return
-        self._tell(key, error)
-        if isinstance(error, HostError | TimeoutError | PeerError):
-            return
-        missing = self._await(key, time.monotonic() + _LAST_WORDS_S)
-        whom = self._names(missing) + " did not come" if missing else "all others came"
+        has_waited = time.monotonic() >= self._deadline_s
+        cause = self._find_cause(key) if has_waited or not is_first else ""
         raise PeerError(
             f"{self._describe(self._group.rank)} could not connect to the other hosts of "
-            f"{self._group.name} ({whom}): {error}"
+            f"{self._group.name}{cause}: {error}"
         ) from error
 
-    def _tell(self, key: str, error: BaseException) -> None:
+    def _tell(self, key: str, error: BaseException) -> bool:
+        """True if no other rank has failed before."""
         mark = "host" if isinstance(error, HostError) else "other"
         self._store.set(f"{key}/{self._group.rank}", f"{mark} {type(error).__name__}: {error}")
+        is_first = self._store.add(f"{key}/failures", 1) == 1
+        if is_first:
+            self._store.set(f"{key}/first", str(self._group.rank))
+        return is_first
+
+    def _find_cause(self, key: str) -> str:
+        """Who has not come, or failed first."""
+        missing = self._await(key, time.monotonic() + _LAST_WORDS_S)
+        if missing:
+            return f" ({self._names(missing)} did not come)"
+        return f" ({self._describe(int(self._store.get(f'{key}/first')))} failed first)"
 
     def _raise_others(self, texts: list[bytes]) -> None:
         for rank, text in enumerate(texts):

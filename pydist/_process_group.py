@@ -11,22 +11,28 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pydist._message_queues import MessageQueues, MessageRequest
 from pydist.errors import MismatchError, PeerError, TimeoutError, UsageError
 
-SUM, MEAN, MIN, MAX, PRODUCT = range(5)
-OP_NAMES = ("sum", "mean", "min", "max", "product")
+SUM, MEAN, MIN, MAX, PRODUCT, BIT_AND, BIT_OR, BIT_XOR = range(8)
+OP_NAMES = ("sum", "mean", "min", "max", "product", "bitwise and", "bitwise or", "bitwise xor")
 _TORCH_OPS = {
     SUM: dist.ReduceOp.SUM,
     MEAN: dist.ReduceOp.SUM,
     MIN: dist.ReduceOp.MIN,
     MAX: dist.ReduceOp.MAX,
     PRODUCT: dist.ReduceOp.PRODUCT,
+    BIT_AND: dist.ReduceOp.BAND,
+    BIT_OR: dist.ReduceOp.BOR,
+    BIT_XOR: dist.ReduceOp.BXOR,
 }
 # Dtypes that backends cannot add, or only with an error in every step, and what carries them.
 _CARRIERS = {
@@ -56,6 +62,8 @@ _ANSWER_TAG, _DATA_TAG = _NUM_TAGS, 2 * _NUM_TAGS
 class Finished:
     """The request of an operation that has ended."""
 
+    source = -1
+
     def test(self) -> bool:
         return True
 
@@ -64,12 +72,13 @@ class Finished:
 
 
 class ProcessGroupOperations:
-    """See _C.Communicator for the verbs. Operations end before they return, async ones too."""
+    """See _C.Communicator for the verbs. Collectives end before they return, async ones too."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group_reference = weakref.ref(group)
         self._rank, self._size = group.rank(), group.size()
         self._num_calls = 0
+        self._queues = MessageQueues()
         self._turns_lock = threading.Lock()
         self._turns: weakref.WeakValueDictionary[tuple[str, int, int], threading.Lock] = (
             weakref.WeakValueDictionary()
@@ -101,6 +110,44 @@ class ProcessGroupOperations:
             total = input.clone()
             self._reduce(total, op)
             output.copy_(total.view(self._size, -1)[self._rank].view_as(output))
+        return Finished() if async_op else None
+
+    def reduce(self, tensor: Tensor, root: int, op: int, async_op: bool) -> Finished | None:
+        call = f"reduce({OP_NAMES[op]}, to rank {root}) of {_amount(tensor)}"
+        self._agree(call, _why_not_reducible(tensor, op) or self._why_no_rank(root))
+        with _translated(call):
+            self._reduce(tensor if self._rank == root else tensor.clone(), op)
+        return Finished() if async_op else None
+
+    def gather(
+        self, output: Tensor | None, input: Tensor, root: int, async_op: bool
+    ) -> Finished | None:
+        call = f"gather(to rank {root}) of {_amount(input)} per rank"
+        why = self._why_no_rank(root)
+        if not why and self._rank == root:
+            why = self._why_unequal(input, _given(output), "output")
+        self._agree(call, why)
+        with _translated(call):
+            if input.numel() > 0:
+                gathered = self._gather_bytes(_bytes_of(input))
+                if self._rank == root:
+                    _copy_bytes(_given(output), gathered)
+        return Finished() if async_op else None
+
+    def scatter(
+        self, output: Tensor, input: Tensor | None, root: int, async_op: bool
+    ) -> Finished | None:
+        call = f"scatter(from rank {root}) of {_amount(output)} per rank"
+        why = self._why_no_rank(root)
+        if not why and self._rank == root:
+            why = self._why_unequal(output, _given(input), "input")
+        self._agree(call, why)
+        with _translated(call):
+            together = torch.empty(self._size * output.nbytes, dtype=torch.uint8)
+            if self._rank == root:
+                together.copy_(_bytes_of(_given(input)))
+            self._broadcast_bytes(together, root)
+            _copy_bytes(output, together.view(self._size, -1)[self._rank])
         return Finished() if async_op else None
 
     def all_gather(self, output: Tensor, input: Tensor, async_op: bool) -> Finished | None:
@@ -164,13 +211,45 @@ class ProcessGroupOperations:
         self._agree("an invalid call", why)
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> None:
+        call = self._send_call(tensor, destination, tag)
+        run = partial(self._send_message, tensor, destination, tag, call)
+        self._queues.run("send", destination, tag, call, run)
+
+    def start_send(self, tensor: Tensor, destination: int, tag: int) -> MessageRequest:
+        call = self._send_call(tensor, destination, tag)
+        run = partial(self._send_message, tensor, destination, tag, call)
+        return self._queues.start("send", destination, tag, call, run)
+
+    def receive(self, tensor: Tensor, source: int | None, tag: int) -> int:
+        call = self._receive_call(tensor, source, tag)
+        run = partial(self._receive_message, tensor, source, tag, call)
+        return self._queues.run("recv", source, tag, call, run)
+
+    def start_receive(self, tensor: Tensor, source: int | None, tag: int) -> MessageRequest:
+        call = self._receive_call(tensor, source, tag)
+        run = partial(self._receive_message, tensor, source, tag, call)
+        return self._queues.start("recv", source, tag, call, run)
+
+    def _send_call(self, tensor: Tensor, destination: int, tag: int) -> str:
         if destination == self._rank or not 0 <= destination < self._size:
             raise UsageError(
                 f"send from rank {self._rank} to rank {destination} of {self._size}; the "
                 "destination must be another rank of the group"
             )
-        call = f"send of {_amount(tensor)} with tag {tag} to rank {destination}"
         _check_tag(tag)
+        return f"send of {_amount(tensor)} with tag {tag} to rank {destination}"
+
+    def _receive_call(self, tensor: Tensor, source: int | None, tag: int) -> str:
+        if source == self._rank or (source is not None and not 0 <= source < self._size):
+            raise UsageError(
+                f"recv on rank {self._rank} from rank {source} of {self._size}; the source must "
+                "be another rank of the group"
+            )
+        _check_tag(tag)
+        whose = "any rank" if source is None else f"rank {source}"
+        return f"recv of {_amount(tensor)} with tag {tag} from {whose}"
+
+    def _send_message(self, tensor: Tensor, destination: int, tag: int, call: str) -> int:
         with _translated(call), self._turn("send", destination, tag):
             # The header goes first, so that a receiver with another buffer can raise.
             header = _text_to_tensor(f"{tensor.numel()} {_name(tensor.dtype)}")
@@ -181,15 +260,10 @@ class ProcessGroupOperations:
                 raise MismatchError(f"rank {destination} refused the {call}: its buffer differs")
             if tensor.numel() > 0:
                 self._send(_bytes_of(tensor), destination, tag + _DATA_TAG)
+        return -1
 
-    def receive(self, tensor: Tensor, source: int | None, tag: int) -> int:
-        if source == self._rank or (source is not None and not 0 <= source < self._size):
-            raise UsageError(
-                f"recv on rank {self._rank} from rank {source} of {self._size}; the source must "
-                "be another rank of the group"
-            )
-        _check_tag(tag)
-        with _translated(f"recv of {_amount(tensor)} with tag {tag}"):
+    def _receive_message(self, tensor: Tensor, source: int | None, tag: int, call: str) -> int:
+        with _translated(call):
             header = torch.zeros(_CALL_NBYTES, dtype=torch.uint8)
             source = self._receive(header, source, tag)
             # The sender begins its next message after this one's answer, so turns are in order.
@@ -270,6 +344,11 @@ class ProcessGroupOperations:
             return f"{what} size is {whole.numel()} instead of {expected}"
         return ""
 
+    def monitored_barrier(self, timeout_s: float | None, wait_all_ranks: bool) -> None:
+        limit = None if timeout_s is None else timedelta(seconds=timeout_s)
+        with _translated("monitored_barrier"):
+            dist.monitored_barrier(self._group, limit, wait_all_ranks)
+
     def _why_no_rank(self, root: int) -> str:
         return "" if 0 <= root < self._size else f"root {root} of {self._size} ranks"
 
@@ -335,6 +414,11 @@ class ProcessGroupOperations:
             dist.broadcast(run, group=self._group, group_src=root)
 
 
+def _given(tensor: Tensor | None) -> Tensor:
+    """What the root of a call has; nothing where it was forgotten, which does not fit then."""
+    return tensor if tensor is not None else torch.empty(0)
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -354,6 +438,8 @@ def _why_not_reducible(tensor: Tensor, op: int) -> str:
     real = tensor.is_floating_point() or tensor.is_complex()
     if op == MEAN and not real:
         return "the mean of integers or bool is not defined"
+    if op >= BIT_AND and real:
+        return f"{OP_NAMES[op]} of {_name(tensor.dtype)} is not defined"
     if op in (MIN, MAX) and tensor.is_complex():
         return "min or max of complex numbers is not defined"
     return ""

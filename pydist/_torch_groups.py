@@ -29,17 +29,25 @@ def own_gloo_group(store: PrefixStore, rank: int, size: int, timeout_s: float) -
     return own
 
 
+def forced_time_limit_s() -> float | None:
+    """PYDIST_TIMEOUT_S; None where it is not set."""
+    text = os.environ.get("PYDIST_TIMEOUT_S", "")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise UsageError(f"PYDIST_TIMEOUT_S is {text!r}; expected a number of seconds above 0")
+    return seconds
+
+
 def time_limit_s(group: dist.ProcessGroup) -> float:
     """PYDIST_TIMEOUT_S, else the group's own, else torch's default."""
-    text = os.environ.get("PYDIST_TIMEOUT_S", "")
-    if text:
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = 0.0
-        if not seconds > 0:
-            raise UsageError(f"PYDIST_TIMEOUT_S is {text!r}; expected a number of seconds above 0")
-        return seconds
+    forced = forced_time_limit_s()
+    if forced is not None:
+        return forced
     for device in ("cpu", "cuda"):
         try:
             timeout = group._get_backend(torch.device(device)).options._timeout

@@ -5,16 +5,32 @@ through the engine; tensors of other devices go to torch.distributed's own funct
 """
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pydist import _C
-from pydist._engine import Engine, Request, check_group, group_engine
+from pydist._collective_calls import (
+    SUM,
+    Group,
+    InMemoryOrder,
+    Work,
+    check_dtypes,
+    check_length,
+    check_numel,
+    flat,
+    group_rank_of,
+    in_order,
+    not_a_member,
+    op_index,
+)
+from pydist._engine import Engine, check_group, group_engine
+from pydist._messages import irecv, isend, monitored_barrier, recv, send
+from pydist._rooted import gather, reduce, scatter
 from pydist.errors import UsageError
 
 __all__ = [
@@ -27,151 +43,46 @@ __all__ = [
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "gather",
     "group_engine",
+    "irecv",
+    "isend",
+    "monitored_barrier",
     "recv",
+    "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "scatter",
     "send",
     "symmetric_empty",
 ]
 
-Group = dist.ProcessGroup | None
-Function = TypeVar("Function", bound=Callable[..., Any])
 
-_SUM = dist.ReduceOp.SUM
-_OPS = {
-    dist.ReduceOp.SUM: 0,
-    dist.ReduceOp.AVG: 1,
-    dist.ReduceOp.MIN: 2,
-    dist.ReduceOp.MAX: 3,
-    dist.ReduceOp.PRODUCT: 4,
-}
-
-
-class Work:
-    """An operation started with async_op=True."""
-
-    def __init__(self, request: Request, finish: Callable[[], None] | None = None) -> None:
-        self._request = request
-        self._finish = finish
-
-    def is_completed(self) -> bool:
-        """True once the operation has ended, well or not."""
-        return self._request.test()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns once the result is there; raises what the operation raised.
-
-        The time limit is the group's: `timeout` is accepted for compatibility and must be None.
-        """
-        if timeout is not None:
-            raise UsageError("wait(timeout=...): the time limit is the group's; set it there")
-        self._request.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
-        return True
-
-
-class _InMemoryOrder:
-    """Stand-ins for tensors whose memory is not their values in order, and the way back.
-
-    Such are tensors that are not contiguous, and views that only note a conjugate or a sign.
-    """
-
-    def __init__(self) -> None:
-        self._written: list[tuple[Tensor, Tensor]] = []
-
-    def read(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-    def write(self, tensor: Tensor) -> Tensor:
-        """The stand-in starts with the tensor's values."""
-        if _in_order(tensor):
-            return tensor
-        stand_in = self.read(tensor)
-        self.later(tensor, stand_in)
-        return stand_in
-
-    def later(self, tensor: Tensor, source: Tensor) -> None:
-        """`tensor` gets the values of `source` when the operation has ended."""
-        self._written.append((tensor.detach(), source))
-
-    def copy_back(self) -> None:
-        for tensor, stand_in in self._written:
-            tensor.copy_(stand_in.view(tensor.shape))
-
-    def end(self, request: Request | None) -> Work | None:
-        """Of an operation that has ended (None), or runs."""
-        if request is not None:
-            return Work(request, self.copy_back if self._written else None)
-        if self._written:
-            self.copy_back()
-        return None
-
-
-def _in_order(tensor: Tensor) -> bool:
-    """True if the memory of a tensor is its values, one after the other."""
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _not_a_member(group: object, name: str) -> bool:
-    """Like torch: a call on a group that this process is not in does nothing but warn."""
-    if group is None:
-        return False
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        dist.distributed_c10d._warn_not_in_group(name)
-        return True
-    check_group(group)
-    return False
-
-
-def _op_index(engine: Engine, op: Any) -> int:
-    index = _OPS.get(getattr(op, "op", op))
-    if index is None:
-        engine.operations.refuse(f"{op} is not one of ReduceOp.SUM, AVG, MIN, MAX, PRODUCT")
-    return index if index is not None else -1
-
-
-def _group_rank(group: Group, global_rank: int | None, group_rank: int | None, what: str) -> int:
-    """Of the two ways to name a rank, exactly one is used."""
-    if (global_rank is None) == (group_rank is None):
-        raise UsageError(
-            f"give either {what} (a global rank) or group_{what} (a rank of the group)"
-        )
-    if group_rank is not None:
-        return group_rank
-    assert global_rank is not None
-    if group is None:
-        return global_rank
-    return dist.get_group_rank(group, global_rank)
-
-
-def all_reduce(tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False) -> Any:
+def all_reduce(tensor: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False) -> Any:
     """In place: every rank's tensor becomes the reduction of all of them."""
     if not tensor.is_cpu:
         return dist.all_reduce(tensor, op, group, async_op)
-    if _not_a_member(group, "all_reduce"):
+    if not_a_member(group, "all_reduce"):
         return None
     engine = group_engine(group)
-    index = _op_index(engine, op)
-    if not async_op and _in_order(tensor):  # nothing to undo: the short way
+    index = op_index(engine, op)
+    if not async_op and in_order(tensor):  # nothing to undo: the short way
         return engine.operations.all_reduce(tensor, index, False)
-    order = _InMemoryOrder()
+    order = InMemoryOrder()
     return order.end(engine.operations.all_reduce(order.write(tensor), index, async_op))
 
 
 def reduce_scatter_tensor(
-    output: Tensor, input: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False
+    output: Tensor, input: Tensor, op: Any = SUM, group: Group = None, async_op: bool = False
 ) -> Any:
     """Rank r's output is the reduction of the r-th part of everybody's input."""
     if not input.is_cpu:
         return dist.reduce_scatter_tensor(output, input, op, group, async_op)
-    if _not_a_member(group, "reduce_scatter_tensor"):
+    if not_a_member(group, "reduce_scatter_tensor"):
         return None
     engine = group_engine(group)
-    order = _InMemoryOrder()
-    index = _op_index(engine, op)
+    order = InMemoryOrder()
+    index = op_index(engine, op)
     source = order.read(input)
     target = order.write(output)
     return order.end(engine.operations.reduce_scatter(target, source, index, async_op))
@@ -180,26 +91,26 @@ def reduce_scatter_tensor(
 def reduce_scatter(
     output: Tensor,
     input_list: list[Tensor],
-    op: Any = _SUM,
+    op: Any = SUM,
     group: Group = None,
     async_op: bool = False,
 ) -> Any:
     """Rank r's output is the reduction of everybody's input_list[r]; sizes may differ by r."""
     if not output.is_cpu:
         return dist.reduce_scatter(output, input_list, op, group, async_op)
-    if _not_a_member(group, "reduce_scatter"):
+    if not_a_member(group, "reduce_scatter"):
         return None
     engine = group_engine(group)
-    _check_length(engine, input_list, "input_list")
-    _check_dtypes(engine, input_list, output.dtype, "input_list")
-    index = _op_index(engine, op)
-    order = _InMemoryOrder()
-    together = _flat(input_list)
+    check_length(engine, input_list, "input_list")
+    check_dtypes(engine, input_list, output.dtype, "input_list")
+    index = op_index(engine, op)
+    order = InMemoryOrder()
+    together = flat(input_list)
     if len({tensor.numel() for tensor in input_list}) == 1:
         target = order.write(output)
         return order.end(engine.operations.reduce_scatter(target, together, index, async_op))
     mine = torch.split(together, [tensor.numel() for tensor in input_list])[engine.rank]
-    _check_numel(engine, output, mine.numel(), "output")
+    check_numel(engine, output, mine.numel(), "output")
     order.later(output, mine)
     return order.end(engine.operations.all_reduce(together, index, async_op))
 
@@ -210,10 +121,10 @@ def all_gather_into_tensor(
     """The output is everybody's input, one after the other in rank order."""
     if not input_tensor.is_cpu:
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-    if _not_a_member(group, "all_gather_into_tensor"):
+    if not_a_member(group, "all_gather_into_tensor"):
         return None
     engine = group_engine(group)
-    order = _InMemoryOrder()
+    order = InMemoryOrder()
     source = order.read(input_tensor)
     target = order.write(output_tensor)
     return order.end(engine.operations.all_gather(target, source, async_op))
@@ -225,12 +136,12 @@ def all_gather(
     """tensor_list[r] becomes rank r's tensor; sizes may differ by r."""
     if not tensor.is_cpu:
         return dist.all_gather(tensor_list, tensor, group, async_op)
-    if _not_a_member(group, "all_gather"):
+    if not_a_member(group, "all_gather"):
         return None
     engine = group_engine(group)
-    _check_length(engine, tensor_list, "tensor_list")
-    _check_dtypes(engine, tensor_list, tensor.dtype, "tensor_list")
-    order = _InMemoryOrder()
+    check_length(engine, tensor_list, "tensor_list")
+    check_dtypes(engine, tensor_list, tensor.dtype, "tensor_list")
+    order = InMemoryOrder()
     source = order.read(tensor).view(-1)
     sizes = [target.numel() for target in tensor_list]
     together = torch.empty(sum(sizes), dtype=tensor.dtype)
@@ -253,10 +164,10 @@ def broadcast(
     """Every rank's tensor becomes that of `src`, a global rank, or of the group's `group_src`."""
     if not tensor.is_cpu:
         return dist.broadcast(tensor, src, group, async_op, group_src)
-    if _not_a_member(group, "broadcast"):
+    if not_a_member(group, "broadcast"):
         return None
-    root = _group_rank(group, src, group_src, "src")
-    order = _InMemoryOrder()
+    root = group_rank_of(group, src, group_src, "src")
+    order = InMemoryOrder()
     target = order.write(tensor)
     return order.end(group_engine(group).operations.broadcast(target, root, async_op))
 
@@ -270,9 +181,9 @@ def barrier(
     """Returns when all ranks have called it."""
     if device_ids is not None or timeout is not None:
         return dist.barrier(group, async_op, device_ids, timeout)
-    if _not_a_member(group, "barrier"):
+    if not_a_member(group, "barrier"):
         return None
-    return _InMemoryOrder().end(group_engine(group).operations.barrier(async_op))
+    return InMemoryOrder().end(group_engine(group).operations.barrier(async_op))
 
 
 def all_to_all_single(
@@ -288,10 +199,10 @@ def all_to_all_single(
         return dist.all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, group, async_op
         )
-    if _not_a_member(group, "all_to_all_single"):
+    if not_a_member(group, "all_to_all_single"):
         return None
     engine = group_engine(group)
-    order = _InMemoryOrder()
+    order = InMemoryOrder()
     return order.end(
         engine.operations.all_to_all(
             order.write(output),
@@ -312,60 +223,22 @@ def all_to_all(
     """Sends input_tensor_list[r] to rank r, for all r."""
     if input_tensor_list and not input_tensor_list[0].is_cpu:
         return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
-    if _not_a_member(group, "all_to_all"):
+    if not_a_member(group, "all_to_all"):
         return None
     engine = group_engine(group)
-    _check_length(engine, output_tensor_list, "output_tensor_list")
-    _check_length(engine, input_tensor_list, "input_tensor_list")
+    check_length(engine, output_tensor_list, "output_tensor_list")
+    check_length(engine, input_tensor_list, "input_tensor_list")
     dtype = input_tensor_list[0].dtype
-    _check_dtypes(engine, input_tensor_list, dtype, "input_tensor_list")
-    _check_dtypes(engine, output_tensor_list, dtype, "output_tensor_list")
-    order = _InMemoryOrder()
+    check_dtypes(engine, input_tensor_list, dtype, "input_tensor_list")
+    check_dtypes(engine, output_tensor_list, dtype, "output_tensor_list")
+    order = InMemoryOrder()
     sizes = [target.numel() for target in output_tensor_list]
-    source = _flat(input_tensor_list)
+    source = flat(input_tensor_list)
     together = torch.empty(sum(sizes), dtype=source.dtype)
     for target, part in zip(output_tensor_list, torch.split(together, sizes), strict=True):
         order.later(target, part)
     splits = [tensor.numel() for tensor in input_tensor_list]
     return order.end(engine.operations.all_to_all(together, source, sizes, splits, async_op))
-
-
-def send(
-    tensor: Tensor,
-    dst: int | None = None,
-    group: Group = None,
-    tag: int = 0,
-    group_dst: int | None = None,
-) -> None:
-    """Sends to `dst`, a global rank, or to the group's `group_dst`."""
-    if not tensor.is_cpu:
-        dist.send(tensor, dst, group, tag, group_dst)
-        return
-    if _not_a_member(group, "send"):
-        return
-    target = _group_rank(group, dst, group_dst, "dst")
-    group_engine(group).operations.send(_InMemoryOrder().read(tensor), target, tag)
-
-
-def recv(
-    tensor: Tensor,
-    src: int | None = None,
-    group: Group = None,
-    tag: int = 0,
-    group_src: int | None = None,
-) -> int:
-    """Receives from `src` (global), from `group_src`, or from any; returns the global rank."""
-    if not tensor.is_cpu:
-        return int(dist.recv(tensor, src, group, tag, group_src))
-    if _not_a_member(group, "recv"):
-        return -1
-    engine = group_engine(group)
-    anybody = src is None and group_src is None
-    source = None if anybody else _group_rank(group, src, group_src, "src")
-    order = _InMemoryOrder()
-    found = engine.operations.receive(order.write(tensor), source, tag)
-    order.copy_back()
-    return engine.global_ranks[found]
 
 
 def symmetric_empty(*size: Any, dtype: torch.dtype | None = None, group: Group = None) -> Tensor:
@@ -395,11 +268,6 @@ def _is_scalar(value: Any) -> bool:
     return getattr(value, "ndim", None) == 0
 
 
-def _flat(tensors: list[Tensor]) -> Tensor:
-    order = _InMemoryOrder()
-    return torch.cat([order.read(tensor).view(-1) for tensor in tensors])
-
-
 def _splits(tensor: Tensor, sizes: list[int] | None, size: int) -> list[int]:
     """Rows per rank as elements per rank; what does not divide is left to the engine's check."""
     num_rows = tensor.shape[0] if tensor.dim() > 0 else 1
@@ -407,22 +275,3 @@ def _splits(tensor: Tensor, sizes: list[int] | None, size: int) -> list[int]:
     if not sizes:
         sizes = [num_rows // size] * size
     return [rows * row for rows in sizes]
-
-
-def _check_length(engine: Engine, tensors: list[Tensor], what: str) -> None:
-    if len(tensors) != engine.size:
-        engine.operations.refuse(f"{what} has {len(tensors)} tensors for {engine.size} ranks")
-
-
-def _check_numel(engine: Engine, tensor: Tensor, expected: int, what: str) -> None:
-    if tensor.numel() != expected:
-        engine.operations.refuse(f"{what} has {tensor.numel()} elements instead of {expected}")
-
-
-def _check_dtypes(engine: Engine, tensors: list[Tensor], dtype: torch.dtype, what: str) -> None:
-    """The detour through one tensor would convert silently."""
-    for index, tensor in enumerate(tensors):
-        if tensor.dtype != dtype:
-            found, expected = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
-            # Short, as peers are told only how it begins.
-            engine.operations.refuse(f"{what}[{index}] is {found} instead of {expected}")

@@ -42,6 +42,7 @@ class Spec:
     store_prefix: str
     group_timeout_s: float
     network_namespace: str | None = None  # a file; the environment says where rank 0 is
+    backend: str = "gloo"
 
 
 @dataclasses.dataclass
@@ -188,7 +189,7 @@ def join_group(spec: Spec, store_port: int) -> None:
         return
     server = TCPStore("127.0.0.1", store_port, is_master=False, timeout=timeout)
     dist.init_process_group(
-        "gloo",
+        spec.backend,
         store=PrefixStore(spec.store_prefix, server),
         rank=spec.rank,
         world_size=spec.world_size,

@@ -1,6 +1,7 @@
 """Owns the ranks of the tests: real processes, kept in pools, watched, and ended by their pid.
 
     pool = get_pool(2)                      # or the fixtures pool2, transport.pool(2), ...
+    pool = get_pool(2, backend="pydist")    # else torch.distributed runs on Gloo
     pool.run(function, *args)               # function(rank, world_size, *args) in every rank;
                                             # returns the results by rank
     pool.run(function, expect_errors=True)  # returns an Outcome per rank
@@ -51,7 +52,7 @@ MAX_PROCESSES = 24  # pools beyond that end, the least recently used first
 problems: list[str] = []  # what went wrong while closing; conftest.py fails the session for it
 _world_numbers = itertools.count()
 _nursery = Nursery()
-_pools: dict[tuple[int, tuple[tuple[str, str], ...]], "RankPool"] = {}
+_pools: dict[tuple[int, str, tuple[tuple[str, str], ...]], "RankPool"] = {}
 _store: Any = None
 
 
@@ -87,6 +88,7 @@ class Options:
     own_interpreter: bool = False  # not forked: a second or two more for each rank
     group_timeout_s: float = GROUP_TIMEOUT_S
     places: tuple[Place, ...] = ()  # by rank; empty: all beside pytest
+    backend: str = "gloo"
 
 
 def _store_port() -> int:
@@ -119,6 +121,7 @@ class _World:
                 store_prefix=prefix,
                 group_timeout_s=options.group_timeout_s,
                 network_namespace=place.network_namespace if place else None,
+                backend=options.backend,
             )
             self.ranks.append(start(spec))
 
@@ -226,10 +229,12 @@ class RankPool:
         env: dict[str, str] | None = None,
         watchdog_s: float = WATCHDOG_S,
         places: tuple[Place, ...] = (),
+        backend: str = "gloo",
     ) -> None:
         self.world_size = world_size
         self.env = dict(env or {})
         self.places = places
+        self.backend = backend
         self.watchdog_s = watchdog_s
         self.last_used = 0.0
         self._world: _World | None = None
@@ -246,7 +251,8 @@ class RankPool:
         self.last_used = time.monotonic()
         if self._world is None:
             _make_room(self.world_size)
-            self._world = _World(self.world_size, Options(env=self.env, places=self.places))
+            options = Options(env=self.env, places=self.places, backend=self.backend)
+            self._world = _World(self.world_size, options)
         sound = False
         try:
             self._world.send(function, args, kwargs)
@@ -297,11 +303,12 @@ def _make_room(num_processes: int) -> None:
         total -= pool.world_size
 
 
-def get_pool(world_size: int, **env: str) -> RankPool:
-    """The pool of that size whose ranks see these environment variables; made at the first use."""
-    key = (world_size, tuple(sorted(env.items())))
+def get_pool(world_size: int, *, backend: str = "gloo", **env: str) -> RankPool:
+    """The pool of that size and backend whose ranks see these environment variables; made at the
+    first use."""
+    key = (world_size, backend, tuple(sorted(env.items())))
     if key not in _pools:
-        _pools[key] = RankPool(world_size, env)
+        _pools[key] = RankPool(world_size, env, backend=backend)
     return _pools[key]
 
 
@@ -347,10 +354,11 @@ def start_ranks(
     own_interpreter: bool = False,
     group_timeout_s: float = GROUP_TIMEOUT_S,
     places: tuple[Place, ...] = (),
+    backend: str = "gloo",
     **kwargs: Any,
 ) -> FreshRanks:
     """Starts function(rank, world_size, *args, **kwargs) in one-off processes; then join()."""
-    options = Options(dict(env or {}), init, own_interpreter, group_timeout_s, places)
+    options = Options(dict(env or {}), init, own_interpreter, group_timeout_s, places, backend)
     return FreshRanks(world_size, (function, args, kwargs), options)
 
 

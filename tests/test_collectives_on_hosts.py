@@ -6,7 +6,7 @@ Tests that take the fixture `transport` are run again, with ranks that believe t
 import pytest
 
 from conftest import Transport
-from other_transports import tests_of
+from other_transports import gather_tests
 from test_suite_on_hosts import OnHosts
 
 MODULES = ["collectives", "collectives_failures", "collectives_groups", "collectives_inputs"]
@@ -19,4 +19,4 @@ def transport() -> Transport:
     return OnHosts("hosts")
 
 
-globals().update(tests_of(MODULES, LEFT_OUT))
+globals().update(gather_tests(MODULES, LEFT_OUT))

@@ -21,6 +21,7 @@ from reference import (
     expect_error,
     gradients,
 )
+from test_data_parallel_lifetime import make_and_drop
 
 # Equal hosts, a larger one, one rank each, and ranks in no order of hosts.
 SPLITS = ["aabb", "aab", "abc", "abca"]
@@ -160,3 +161,13 @@ def test_a_lost_host_is_named() -> None:
         told, seconds = outcome.value
         assert "host b" in told
         assert seconds < 15
+
+
+def test_models_leave_nothing_behind() -> None:
+    """Each has a communicator, threads and connections of its own, which end with it: at the latest
+    when the next model is wrapped."""
+    pool = get_pool(2, **{HOSTS: "ab"})
+    before, after = (pool.run(make_and_drop, number) for number in (4, 16))
+    for old, new in zip(before, after, strict=True):
+        for kind in ("threads", "descriptors", "children"):
+            assert new[kind] == old[kind], kind

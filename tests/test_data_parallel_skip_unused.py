@@ -11,7 +11,7 @@ from conftest import Transport
 from models import Scalars
 from pydist import DataParallel
 from reference import OneProcess, assert_reduced
-from transport_differences import HAS_ARENA
+from transport_differences import MOVES_ONLY_WHAT_IS_USED
 
 NAMES = "abcdef"
 SCALAR_NBYTES = 4
@@ -41,7 +41,7 @@ def test_what_nobody_uses_does_not_travel(transport: Transport) -> None:
     used = [SCALAR_NBYTES * len(names) for names in steps]
     everything = [SCALAR_NBYTES * len(NAMES)] * len(steps)
     skipping, plain = (transport.pool(2).run(count_bytes, skip, steps)[0] for skip in (True, False))
-    if HAS_ARENA[transport.name]:
+    if MOVES_ONLY_WHAT_IS_USED[transport.name]:
         assert skipping == plain == used
     else:
         assert plain == everything

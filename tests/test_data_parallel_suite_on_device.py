@@ -9,7 +9,7 @@ import pytest
 
 from conftest import Transport
 from emulated import LIBRARY, EmulatedPool, emulated_pool, library
-from other_transports import tests_of
+from other_transports import gather_tests
 
 MODULES = [
     "aliasing",
@@ -51,4 +51,4 @@ def transport() -> Transport:
     return OnDevice("nccl")
 
 
-globals().update(tests_of([f"data_parallel_{module}" for module in MODULES], ELSEWHERE))
+globals().update(gather_tests([f"data_parallel_{module}" for module in MODULES], ELSEWHERE))

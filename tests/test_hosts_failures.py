@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import pydist
+import pydist._hosts
 from ranks import HOSTS, fresh_ranks, start_ranks
 from reference import expect_error
 
@@ -67,16 +68,17 @@ def come_late(rank: int, world_size: int, late: int) -> str:
     if rank == late:
         time.sleep(5)
         return ""
-    error = expect_error(pydist.TimeoutError, lambda: pydist.all_reduce(torch.ones(3)))
-    return str(error)
+    errors = (pydist.TimeoutError, pydist.PeerError)  # one rank's limit is over first
+    return str(expect_error(errors, lambda: pydist.all_reduce(torch.ones(3))))
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
 def test_a_timeout_names_the_late_rank(late: int) -> None:
     env = {HOSTS: "aabb", "PYDIST_TIMEOUT_S": "1"}
     outcomes = fresh_ranks(4, come_late, late, env=env)
-    texts = [outcome.value for rank, outcome in enumerate(outcomes) if rank != late]
-    assert any(f"rank {late} (pid" in str(text) for text in texts), [o.traceback for o in outcomes]
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.ok, outcome.traceback
+        assert rank == late or f"waited 1 s for rank {late} (pid" in outcome.value
 
 
 def never_come(rank: int, world_size: int) -> str:
@@ -106,6 +108,20 @@ def test_a_rank_that_cannot_connect_is_named() -> None:
     assert all(outcome.ok for outcome in outcomes), [o.traceback for o in outcomes]
     assert "rank 1 (pid" in outcomes[0].value
     assert "nowhere0" in outcomes[1].value
+
+
+def die_before_it_connects(rank: int, world_size: int) -> str:
+    if rank == 1:
+        pydist._hosts.own_gloo_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    return str(expect_error((pydist.PeerError, pydist.TimeoutError), pydist.barrier))
+
+
+def test_a_rank_that_dies_before_it_connects_is_named() -> None:
+    env = {HOSTS: "abb", "PYDIST_TIMEOUT_S": "2"}
+    outcomes = fresh_ranks(3, die_before_it_connects, env=env)
+    for rank in (0, 2):
+        assert outcomes[rank].ok, outcomes[rank].traceback
+        assert "rank 1 (pid" in outcomes[rank].value
 
 
 def wait_for_message(rank: int, world_size: int) -> str:

@@ -25,9 +25,8 @@ from reference import (
     draw,
 )
 
-TRANSPORT = "process_group"
+TRANSPORT = "hosts"
 LAYOUTS = ((2, 2), (1, 1, 1), (2, 1))
-TIMEOUT_S = 4.0  # of ranks whose peers will be lost
 
 
 def layout_name(layout: tuple[int, ...]) -> str:
@@ -94,8 +93,10 @@ def average_noise(rank: int, world_size: int, dtype_name: str) -> str:
     parts = torch.stack([draw(peer, 0, 70_001, dtype=dtype) for peer in range(world_size)])
     mine = parts[rank].clone()
     pydist.all_reduce(mine, dist.ReduceOp.AVG)
-    exact = parts.double().mean(0)
-    torch.testing.assert_close(mine.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    # Every host rounds what it sends, and each sum is rounded once more: by half an eps each.
+    error = (mine.double() - parts.double().mean(0)).abs()
+    bound = torch.finfo(dtype).eps * parts.double().abs().mean(0) + 1e-6
+    assert bool((error <= bound).all()), (error / bound).max()
     return digest([mine])
 
 

@@ -67,11 +67,13 @@ TORCH_HEADER = re.compile(r"^(torch|ATen|c10|caffe2|pybind11|Python\.h)")
 PYTHON_LAYERS = [
     {"_version", "errors", "_build_info"},
     {"_import_checks", "_C", "_cuda", "_schedule_plot"},
-    {"_device", "schedule"},
+    {"_device", "_message_queues", "schedule"},
     {"_process_group", "_torch_groups"},
     {"_hosts"},
     {"_connect"},
-    {"_engine"},
+    {"_engine", "backend"},
+    {"_collective_calls"},
+    {"_messages", "_rooted"},
     {
         "_advice",
         "collectives",

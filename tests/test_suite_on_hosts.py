@@ -8,10 +8,11 @@ import dataclasses
 import pytest
 
 from conftest import Transport
-from other_transports import tests_of
+from other_transports import gather_tests
 from ranks import HOSTS
 
 MODULES = [
+    "data_parallel_buckets",
     "data_parallel_buffers",
     "data_parallel_changes",
     "data_parallel_delayed",
@@ -23,6 +24,7 @@ MODULES = [
     "data_parallel_mixed_precision",
     "data_parallel_modules",
     "data_parallel_no_sync",
+    "data_parallel_replaced",
     "data_parallel_skip_unused",
     "data_parallel_sparse",
     "data_parallel_unused",
@@ -47,4 +49,4 @@ def transport() -> Transport:
     return OnHosts("hosts")
 
 
-globals().update(tests_of(MODULES, set()))
+globals().update(gather_tests(MODULES, set()))

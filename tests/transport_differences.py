@@ -3,6 +3,14 @@
 # Only shared memory has an arena for gradients to be born in; elsewhere all of them are packed.
 HAS_ARENA = {"shared_memory": True, "hosts": True, "process_group": False, "nccl": False}
 
+# Units are reduced one by one in shared memory; elsewhere by calls that all ranks make.
+MOVES_ONLY_WHAT_IS_USED = {
+    "shared_memory": True,
+    "hosts": False,
+    "process_group": False,
+    "nccl": False,
+}
+
 # Shared memory adds in rank order whatever the bucket, so that 3 ranks get equal bits under any
 # bucket_cap_mb. A process group splits a bucket as it likes; two addends have no order.
 # Over hosts an element's bits depend on its values alone, too.

@@ -110,8 +110,6 @@ void StreamMessages::receive(const Buffer& buffer, int source, int64_t tag,
   finish(ended);
 }
 
-void StreamMessages::fail(const std::string& reason) noexcept { end_all(reason); }
-
 void StreamMessages::end_all(const std::string& reason) noexcept {
   std::vector<Ended> ended;
   {

@@ -32,7 +32,6 @@ class StreamMessages final : public HostsMessages {
   void send(const Buffer& buffer, int destination, int64_t tag) override;
   void receive(const Buffer& buffer, int source, int64_t tag, std::shared_ptr<void> keep_alive,
                std::shared_ptr<Request> request) override;
-  void fail(const std::string& reason) noexcept override;
 
  private:
   struct Receive {

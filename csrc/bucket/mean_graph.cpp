@@ -7,7 +7,7 @@
 #include <exception>
 
 #include "base/error.h"
-#include "bucket/autograd_boundary.h"
+#include "base/python_boundary.h"
 
 namespace pydist {
 
@@ -24,7 +24,7 @@ class MeanOverRanks final : public torch::autograd::Function<MeanOverRanks> {
     return mean.detach();
   }
   static variable_list backward(AutogradContext* context, const variable_list&) {
-    rethrow_through_autograd(std::make_exception_ptr(UsageError(concat(
+    rethrow_through_torch(std::make_exception_ptr(UsageError(concat(
         "a backward went through the gradient of parameter ",
         context->saved_data["parameter"].toStringRef(),
         ", which is a mean over ranks since backward(create_graph=True) and has no derivative on "

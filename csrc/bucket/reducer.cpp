@@ -9,7 +9,7 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/fork.h"
-#include "bucket/autograd_boundary.h"
+#include "base/python_boundary.h"
 
 namespace pydist {
 
@@ -183,7 +183,7 @@ void Reducer::guard(const std::function<void()>& action) {
   try {
     failing_together(action);
   } catch (const Error&) {
-    rethrow_through_autograd(std::current_exception());
+    rethrow_through_torch(std::current_exception());
   }
 }
 

@@ -24,8 +24,10 @@ void HostsAllReduce::make_memory() {
   const int64_t sent = std::max(plan_.sent_elements(0), plan_.sent_elements(last));
   const int64_t received = std::max(plan_.received_elements(0), plan_.received_elements(last));
   for (int64_t i = 0; i < std::min<int64_t>(kDepth, num_segments); ++i) {
-    flights_[i].sent = make_shared_bytes(sum_.wire_nbytes(sent));
-    flights_[i].received = make_shared_bytes(sum_.wire_nbytes(received));
+    HostsMemory& memory = *team_.memory;
+    const auto run = static_cast<size_t>(2 * i);
+    flights_[i].sent = memory.take(HostsMemory::kSent + run, sum_.wire_nbytes(sent));
+    flights_[i].received = memory.take(HostsMemory::kReceived + run, sum_.wire_nbytes(received));
   }
 }
 

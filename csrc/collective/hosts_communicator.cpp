@@ -27,7 +27,11 @@ HostsCommunicator::HostsCommunicator(HostsTeam team, std::unique_ptr<Store> stor
       blocks_(static_cast<size_t>(size()) * sizeof(HostsBlock)),
       messages_(std::move(messages)),
       watch_(std::move(store), team_.rank, size(),
-             [board = team_.local](const std::string& reason) { board->board().fail(reason); }),
+             {[local = team_.local] {
+                Board& board = local->board();
+                return board.failed() ? board.failure() : std::string();
+              },
+              [local = team_.local](const std::string& reason) { local->board().fail(reason); }}),
       queue_(std::make_unique<OperationQueue>(
           std::shared_ptr<Board>(team_.local, &team_.local->board()))) {
   set_timeout_s(options_.timeout_s);
@@ -57,16 +61,16 @@ std::shared_ptr<Request> HostsCommunicator::start(Collective collective,
                        std::move(description));
 }
 
+// What the meeting finds wrong is known to all ranks, and nothing is under way then. Later errors
+// end the group.
 void HostsCommunicator::execute(const Collective& collective) {
   const Describe operation = [&] { return call_of(collective).describe(); };
   board().check(operation);
   ++sequence_;
   watch_.begin();
   try {
-    execute_together(collective, operation);
-    counters_.add(collective);
-    watch_.end();
-  } catch (const MismatchError&) {  // known to all ranks
+    meet(collective, operation);
+  } catch (const MismatchError&) {
     watch_.end();
     throw;
   } catch (const UsageError&) {
@@ -75,22 +79,26 @@ void HostsCommunicator::execute(const Collective& collective) {
   } catch (...) {
     raise_failure(operation);
   }
+  try {
+    transfer(collective, operation);
+  } catch (...) {
+    raise_failure(operation);
+  }
+  counters_.add(collective);
+  watch_.end();
 }
 
-void HostsCommunicator::execute_together(const Collective& collective, const Describe& operation) {
+void HostsCommunicator::meet(const Collective& collective, const Describe& operation) {
   const std::string why = why_refused(collective);
-  if (collective.agreed && why.empty() && !HostsBlock::holds(collective)) {
-    return transfer(collective, operation);
-  }
-  HostsBlock mine = HostsBlock::of(collective, why);
+  if (collective.agreed && why.empty() && !HostsBlock::holds(collective)) return;
+  const HostsBlock mine = HostsBlock::of(collective, why);
   team_.gather_all(&mine, sizeof(mine), blocks_.data(), operation);
   if (collective.operation == Operation::kInvalid) throw UsageError(why);
   PYDIST_CHECK(why.empty(), UsageError, operation(), ": ", why);
   for (int r = 0; r < size(); ++r) {
     if (!block(r).agrees_with(mine)) raise_mismatch();
   }
-  if (HostsBlock::holds(collective)) return take_small(collective);
-  transfer(collective, operation);
+  if (collective.operation == Operation::kAllToAll) check_splits(collective, operation);
 }
 
 std::string HostsCommunicator::why_refused(const Collective& collective) const {

@@ -6,7 +6,7 @@
 // stays usable. Calls that are agreed on already and large do without. Then:
 //
 //   all_reduce, reduce             in shared memory and over the lanes: hosts_all_reduce.h
-//   broadcast, broadcast_many      the root's host, the lanes, the other hosts
+//   broadcast, broadcast_many      the root's host, the lanes, the other hosts: hosts_broadcast.h
 //   the other ones                 one exchange between all ranks, over the flat network
 //
 // The local board has the group's failure, for all ranks of a host; HostsWatch carries it between
@@ -77,7 +77,7 @@ class HostsCommunicator final : public Communicator {
 
   // hosts_communicator.cpp
   void execute(const Collective& collective);
-  void execute_together(const Collective& collective, const Describe& operation);
+  void meet(const Collective& collective, const Describe& operation);
   std::string why_refused(const Collective& collective) const;
   [[noreturn]] void raise_mismatch() const;
   const HostsBlock& block(int r) const;
@@ -90,8 +90,9 @@ class HostsCommunicator final : public Communicator {
   void take_small(const Collective& collective);
   void reduce_small(const Collective& collective);
   void reduce_to_root(const Collective& collective, const Describe& operation);
-  void carry_broadcast(const Buffer& buffer, int root, const Describe& operation);
   void carry_broadcast_many(const Collective& collective, const Describe& operation);
+  void broadcast_packed(const std::vector<Buffer>& members, uint8_t* packed, int root,
+                        const Describe& operation);
   void carry_reduce_scatter(const Collective& collective, const Describe& operation);
   void carry_all_gather(const Collective& collective, const Describe& operation);
   void carry_gather(const Collective& collective, const Describe& operation);

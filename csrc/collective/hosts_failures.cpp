@@ -54,7 +54,7 @@ void HostsCommunicator::raise_timeout(const Describe& operation) {
   fail(text);
   throw TimeoutError(concat(text,
                             "; is every rank still running, and does it make the same calls? "
-                            "(the limit is the group's timeout, or PYDIST_TIMEOUT_S)"));
+                            "(the limit is the timeout of the group, or PYDIST_TIMEOUT_S)"));
 }
 
 // A broken connection does not say whose it was: a peer that raised has told why, one that died

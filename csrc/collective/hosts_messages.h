@@ -1,5 +1,5 @@
 // Messages between any two ranks of several hosts: what a HostsCommunicator asks of those who carry
-// them. All ranks share the network's fate: an error of it is a NetworkError.
+// them. Where the board has failed, every receive that has not ended raises PeerError.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,6 @@ class HostsMessages {
   // `request` ends when it has come. The memory must stay until then, or `keep_alive` must hold it.
   virtual void receive(const Buffer& buffer, int source, int64_t tag,
                        std::shared_ptr<void> keep_alive, std::shared_ptr<Request> request) = 0;
-  // Every receive that has not ended, and all to come, raise PeerError with this reason.
-  virtual void fail(const std::string& reason) noexcept = 0;
 };
 
 }  // namespace pydist

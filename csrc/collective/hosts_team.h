@@ -1,6 +1,7 @@
 // What the parts of a HostsCommunicator share: who is where, the ways to the others, how to wait.
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <string>
@@ -12,6 +13,30 @@
 
 namespace pydist {
 
+// Memory that a network may keep.
+SharedBytes make_shared_bytes(size_t nbytes);
+
+// The same for use again: operations follow each other, and leave nothing under way, unless the
+// group has failed.
+class HostsMemory {
+ public:
+  // Of the meeting, and of what follows. Segment i of those under way has kSent + 2 * i and
+  // kReceived + 2 * i.
+  enum Run : size_t { kMeetingSent, kMeetingReceived, kSent, kReceived };
+
+  // At least so long, with anything in it.
+  SharedBytes take(size_t run, size_t nbytes);
+
+ private:
+  // More than any segment needs. What is longer lasts as long as its operation.
+  static constexpr size_t kMaxKeptNbytes = size_t{16} << 20;
+  struct Kept {
+    SharedBytes bytes;
+    size_t nbytes = 0;
+  };
+  std::vector<Kept> runs_;
+};
+
 struct HostsTeam {
   HostLayout layout;
   int rank = 0;
@@ -19,6 +44,7 @@ struct HostsTeam {
   std::shared_ptr<Network> lane;           // this rank's; its ranks are hosts. Null: it has none
   std::shared_ptr<Network> flat;           // of all ranks; may be null where only sums are needed
   double timeout_s = 1800;                 // of waits for other hosts
+  std::shared_ptr<HostsMemory> memory = std::make_shared<HostsMemory>();
 
   int host() const { return layout.host_of(rank); }
   int local_rank() const { return layout.local_of(rank); }
@@ -32,12 +58,5 @@ struct HostsTeam {
   void gather_all(const void* mine, size_t nbytes, uint8_t* all,
                   const std::function<std::string()>& operation) const;
 };
-
-// Memory that a network may keep.
-SharedBytes make_shared_bytes(size_t nbytes);
-// The part of it that begins there.
-inline SharedBytes part_of(const SharedBytes& bytes, size_t offset) {
-  return SharedBytes(bytes, bytes.get() + offset);
-}
 
 }  // namespace pydist

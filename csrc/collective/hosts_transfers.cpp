@@ -4,6 +4,7 @@
 
 #include "base/check.h"
 #include "collective/hosts_all_reduce.h"
+#include "collective/hosts_broadcast.h"
 #include "collective/hosts_communicator.h"
 #include "collective/hosts_sum.h"
 
@@ -31,6 +32,7 @@ Buffer bytes_of(const Buffer& buffer, const HostsSpan& span) {
 }  // namespace
 
 void HostsCommunicator::transfer(const Collective& collective, const Describe& operation) {
+  if (HostsBlock::holds(collective)) return take_small(collective);
   switch (collective.operation) {
     case Operation::kAllReduce:
       return HostsAllReduce(team_, collective, operation).run();
@@ -45,7 +47,7 @@ void HostsCommunicator::transfer(const Collective& collective, const Describe& o
     case Operation::kScatter:
       return carry_scatter(collective, operation);
     case Operation::kBroadcast:
-      return carry_broadcast(collective.output, collective.root, operation);
+      return HostsBroadcast(team_, collective.output, collective.root, operation).run();
     case Operation::kBroadcastMany:
       return carry_broadcast_many(collective, operation);
     case Operation::kAllToAll:
@@ -107,78 +109,44 @@ void HostsCommunicator::reduce_to_root(const Collective& collective, const Descr
   HostsAllReduce(team_, mine, operation).run();
 }
 
-// The root's host first; then each lane carries its shares to the other hosts, one segment while
-// those give the one before to their ranks.
-void HostsCommunicator::carry_broadcast(const Buffer& buffer, int root, const Describe& operation) {
-  const int source = team_.layout.host_of(root);
-  const bool has_it = source == team_.host();
-  const Buffer whole = bytes_of(buffer, {0, static_cast<int64_t>(buffer.nbytes())});
-  if (has_it) team_.local->broadcast(whole, team_.layout.local_of(root));
-  const HostsPlan plan(whole.num_elements, 1, team_.layout.num_hosts(), team_.layout.num_lanes());
-  struct Flight {
-    SharedBytes bytes;
-    Network::Started exchange;
-  } flights[2];
-  const auto share = [&](int64_t t) { return plan.share(t, team_.local_rank()); };
-  const bool has_lane = team_.lane != nullptr;
-  for (int64_t t = 0; t <= plan.num_segments(); ++t) {
-    if (has_lane && t < plan.num_segments() && share(t).count > 0) {
-      const Buffer mine = bytes_of(whole, share(t));
-      Flight& now = flights[t % 2];
-      now.bytes = make_shared_bytes(mine.nbytes());
-      if (has_it) std::memcpy(now.bytes.get(), mine.data, mine.nbytes());
-      now.exchange = team_.lane->broadcast(now.bytes, mine.nbytes(), source);
-    }
-    if (t == 0) continue;
-    if (has_lane && share(t - 1).count > 0) {
-      Flight& before = flights[(t - 1) % 2];
-      team_.await(*before.exchange, operation);
-      const Buffer mine = bytes_of(whole, share(t - 1));
-      if (!has_it) std::memcpy(mine.data, before.bytes.get(), mine.nbytes());
-    }
-    if (has_it) continue;
-    for (int lane = 0; lane < team_.layout.num_lanes(); ++lane) {
-      const HostsSpan span = plan.share(t - 1, lane);
-      if (span.count > 0) team_.local->broadcast(bytes_of(whole, span), lane);
+// In one run of bytes after the other, which pieces of buffers are packed into.
+void HostsCommunicator::carry_broadcast_many(const Collective& collective,
+                                             const Describe& operation) {
+  size_t left = 0;
+  for (const Buffer& buffer : collective.buffers) left += buffer.nbytes();
+  const size_t room = std::min(left, kPackedNbytes);
+  const SharedBytes packed = make_shared_bytes(room);
+  std::vector<Buffer> members;
+  size_t filled = 0;
+  for (const Buffer& buffer : collective.buffers) {
+    const auto total = static_cast<int64_t>(buffer.nbytes());
+    for (int64_t begin = 0; begin < total;) {
+      const int64_t fits = std::min(total - begin, static_cast<int64_t>(room - filled));
+      members.push_back(bytes_of(buffer, {begin, fits}));
+      filled += members.back().nbytes();
+      begin += fits;
+      left -= members.back().nbytes();
+      if (filled < room && left > 0) continue;
+      broadcast_packed(members, packed.get(), collective.root, operation);
+      members.clear();
+      filled = 0;
     }
   }
 }
 
-void HostsCommunicator::carry_broadcast_many(const Collective& collective,
-                                             const Describe& operation) {
-  std::vector<uint8_t> packed;
-  std::vector<Buffer> members;  // pieces of buffers, as far as they are packed
-  size_t filled = 0;
-  size_t left = 0;
-  for (const Buffer& buffer : collective.buffers) left += buffer.nbytes();
-  packed.resize(std::min(left, kPackedNbytes));
-  const auto flush = [&] {
-    if (filled == 0) return;
-    carry_broadcast({packed.data(), static_cast<int64_t>(filled), DType::kUInt8}, collective.root,
-                    operation);
-    const uint8_t* from = packed.data();
-    for (const Buffer& member : members) {
-      if (collective.root != rank()) std::memcpy(member.data, from, member.nbytes());
-      from += member.nbytes();
-    }
-    members.clear();
-    filled = 0;
-  };
-  for (const Buffer& buffer : collective.buffers) {
-    const auto total = static_cast<int64_t>(buffer.nbytes());
-    for (int64_t begin = 0; begin < total;) {
-      if (filled == packed.size()) flush();
-      const auto room = static_cast<int64_t>(packed.size() - filled);
-      const Buffer piece = bytes_of(buffer, {begin, std::min(room, total - begin)});
-      if (collective.root == rank()) {
-        std::memcpy(packed.data() + filled, piece.data, piece.nbytes());
-      }
-      members.push_back(piece);
-      filled += piece.nbytes();
-      begin += piece.num_elements;
-    }
+void HostsCommunicator::broadcast_packed(const std::vector<Buffer>& members, uint8_t* packed,
+                                         int root, const Describe& operation) {
+  uint8_t* end = packed;
+  for (const Buffer& member : members) {
+    if (root == rank()) std::memcpy(end, member.data, member.nbytes());
+    end += member.nbytes();
   }
-  flush();
+  HostsBroadcast(team_, {packed, end - packed, DType::kUInt8}, root, operation).run();
+  if (root == rank()) return;
+  for (const Buffer& member : members) {
+    std::memcpy(member.data, packed, member.nbytes());
+    packed += member.nbytes();
+  }
 }
 
 // -- between all ranks ---------------------------------------------------------------------------
@@ -189,8 +157,9 @@ SharedBytes HostsCommunicator::exchange(const void* sent, std::vector<int64_t> s
                                         std::vector<int64_t> received_nbytes,
                                         const Describe& operation) {
   const auto nbytes = static_cast<size_t>(sum_of(sent_nbytes));
-  const SharedBytes from = make_shared_bytes(nbytes);
-  const SharedBytes to = make_shared_bytes(static_cast<size_t>(sum_of(received_nbytes)));
+  const SharedBytes from = team_.memory->take(HostsMemory::kSent, nbytes);
+  const SharedBytes to =
+      team_.memory->take(HostsMemory::kReceived, static_cast<size_t>(sum_of(received_nbytes)));
   copy(from.get(), sent, nbytes);
   team_.await(*team_.flat->all_to_all(from, std::move(sent_nbytes), to, std::move(received_nbytes)),
               operation);
@@ -219,8 +188,8 @@ void HostsCommunicator::carry_all_gather(const Collective& collective, const Des
   if (team_.flat == nullptr) {
     return team_.gather_all(input.data, input.nbytes(), collective.output.bytes(), operation);
   }
-  const SharedBytes from = make_shared_bytes(input.nbytes());
-  const SharedBytes to = make_shared_bytes(collective.output.nbytes());
+  const SharedBytes from = team_.memory->take(HostsMemory::kSent, input.nbytes());
+  const SharedBytes to = team_.memory->take(HostsMemory::kReceived, collective.output.nbytes());
   std::memcpy(from.get(), input.data, input.nbytes());
   team_.await(*team_.flat->all_gather(from, to, input.nbytes()), operation);
   std::memcpy(collective.output.data, to.get(), collective.output.nbytes());
@@ -250,7 +219,6 @@ void HostsCommunicator::carry_scatter(const Collective& collective, const Descri
 }
 
 void HostsCommunicator::carry_all_to_all(const Collective& collective, const Describe& operation) {
-  check_splits(collective, operation);
   const auto element_nbytes = static_cast<int64_t>(dtype_nbytes(collective.input.dtype));
   std::vector<int64_t> sent = collective.input_splits;
   std::vector<int64_t> received = collective.output_splits;

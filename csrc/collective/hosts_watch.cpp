@@ -45,7 +45,7 @@ struct HostsWatch::State {
 
   std::mutex mutex;  // of what follows
   std::condition_variable changed;
-  std::function<void(const std::string&)> on_failure;
+  Host host;
   Progress progress;
   std::string to_tell;
   bool wants_signs = false;
@@ -66,20 +66,21 @@ struct HostsWatch::State {
   Signs collect_signs();
 };
 
-HostsWatch::HostsWatch(std::unique_ptr<Store> store, int rank, int size,
-                       std::function<void(const std::string&)> on_failure)
+HostsWatch::HostsWatch(std::unique_ptr<Store> store, int rank, int size, Host host)
     : state_(std::make_shared<State>()) {
   state_->store = std::move(store);
   state_->rank = rank;
   state_->size = size;
-  state_->on_failure = std::move(on_failure);
+  state_->host = std::move(host);
+  const BlockSignals block_signals;
   std::thread([state = state_] { watch(state); }).detach();
 }
 
 HostsWatch::~HostsWatch() {
   if (in_forked_child()) return;  // the thread does not run here
   std::unique_lock<std::mutex> lock(state_->mutex);
-  state_->on_failure = nullptr;
+  if (state_->to_tell.empty()) state_->to_tell = state_->host.failure();
+  state_->host = {};
   state_->stopping = true;
   state_->changed.notify_all();
   state_->changed.wait_for(lock, std::chrono::duration<double>(kGrace_s),
@@ -146,6 +147,7 @@ void HostsWatch::watch(const std::shared_ptr<State>& state) {
 
 void HostsWatch::State::look() {
   std::unique_lock<std::mutex> lock(mutex);
+  if (to_tell.empty() && host.failure) to_tell = host.failure();
   const std::string reason = to_tell;
   const bool asks = wants_signs && !has_signs;
   const bool stops = stopping;
@@ -178,7 +180,7 @@ void HostsWatch::State::hear() {
   has_heard = true;
   const std::string reason = store->get("failure");
   const std::lock_guard<std::mutex> lock(mutex);  // so that it does not end meanwhile
-  if (on_failure) on_failure(reason);
+  if (host.on_failure) host.on_failure(reason);
 }
 
 void HostsWatch::State::give_sign() {

@@ -20,9 +20,12 @@ namespace pydist {
 
 class HostsWatch {
  public:
-  // on_failure(reason) is called once, on the thread, for a failure that somebody told.
-  HostsWatch(std::unique_ptr<Store> store, int rank, int size,
-             std::function<void(const std::string&)> on_failure);
+  // The ranks of this host, who learn of failures in their own way. Both are called on the thread.
+  struct Host {
+    std::function<std::string()> failure;                // empty while there is none
+    std::function<void(const std::string&)> on_failure;  // one that another rank told, once
+  };
+  HostsWatch(std::unique_ptr<Store> store, int rank, int size, Host host);
   // Waits a moment for what is still to be told, and never for a Store that does not answer.
   ~HostsWatch();
 
@@ -30,7 +33,8 @@ class HostsWatch {
   // often.
   void begin();
   void end();
-  // Lets all ranks know why the group ends. Does not wait.
+  // Lets all ranks know why the group ends, sooner than the next look at the host would. Does not
+  // wait.
   void tell(const std::string& reason) noexcept;
 
   struct Signs {

@@ -13,6 +13,7 @@ namespace pydist {
 namespace {
 
 constexpr double kShortest_s = 1e-3;  // to look for a note that has come
+constexpr double kAnswer_s = 1;       // for rank 0's, who waits as long for the others
 
 }  // namespace
 
@@ -31,26 +32,28 @@ void MonitoredBarrier::run(Communicator& communicator, double timeout_s, bool wa
 void MonitoredBarrier::collect(Communicator& communicator, double timeout_s, bool wait_all_ranks) {
   const double deadline_s = monotonic_s() + timeout_s;
   std::vector<int> came;
-  std::string missing;
+  std::vector<int> missing;
+  std::string names;
   for (int r = 1; r < communicator.size(); ++r) {
     if (await_note(communicator, r, deadline_s)) {
       came.push_back(r);
     } else if (missing.empty() || wait_all_ranks) {
-      missing += (missing.empty() ? "" : ", ") + communicator.describe(r);
+      names += (missing.empty() ? "" : ", ") + communicator.describe(r);
+      missing.push_back(r);
     }
   }
   std::string problem;
   if (!missing.empty()) {
-    problem = concat("monitored_barrier number ", number_, " of ", communicator.name(), ": ",
-                     missing, " did not come within ", timeout_s,
+    problem = concat("monitored_barrier number ", number_, " of ", communicator.name(), ": ", names,
+                     " did not come within ", timeout_s,
                      " s; look at what those ranks do, or give them more time");
   }
   for (const int r : came) send_note(communicator, r, expected_[r].note->number, problem);
-  PYDIST_CHECK(problem.empty(), TimeoutError, problem);
+  if (!problem.empty()) throw MissingRanks(problem, std::move(missing));
 }
 
 void MonitoredBarrier::report(Communicator& communicator, double timeout_s) {
-  const double deadline_s = monotonic_s() + timeout_s;
+  const double deadline_s = monotonic_s() + timeout_s + kAnswer_s;
   send_note(communicator, 0, number_, "");
   PYDIST_CHECK(await_note(communicator, 0, deadline_s), TimeoutError, "monitored_barrier number ",
                number_, " of ", communicator.name(), ": ", communicator.describe(0),

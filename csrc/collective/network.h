@@ -18,7 +18,7 @@ using SharedBytes = std::shared_ptr<uint8_t>;
 class Exchange {
  public:
   virtual ~Exchange() = default;
-  // True once it has ended, well or not.
+  // True once it has ended, well or not: its memory is the caller's again.
   virtual bool test() = 0;
   // After that: raises NetworkError if it did not end well.
   virtual void finish() = 0;

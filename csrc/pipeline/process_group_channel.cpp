@@ -144,7 +144,7 @@ void ProcessGroupChannel::wait(const std::function<int()>& missing, const Descri
     throw TimeoutError(concat(this->describe(rank()), " waited ", options_.timeout_s, " s for ",
                               this->describe(peer), " in ", describe(),
                               "; is that rank still running, and does it make the same calls? "
-                              "(the limit is the group's timeout, or PYDIST_TIMEOUT_S)"));
+                              "(the limit is the timeout of the group, or PYDIST_TIMEOUT_S)"));
   }
 }
 

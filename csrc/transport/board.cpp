@@ -12,6 +12,7 @@
 #include "base/clock.h"
 #include "base/fork.h"
 #include "base/interrupt.h"
+#include "transport/wait_limit.h"
 
 namespace pydist {
 
@@ -130,6 +131,7 @@ void Board::wait_slowly(const std::function<int()>& awaited,
   check_process();
   const bool endless = patience == Patience::kEndless;
   constexpr int kProbes = 64;  // of the flag per look at the clock
+  const double limit_s = WaitLimit::or_else(timeout_s());
   const double start_s = monotonic_s();
   for (;;) {
     const double waited_s = monotonic_s() - start_s;
@@ -143,7 +145,7 @@ void Board::wait_slowly(const std::function<int()>& awaited,
     } else if (yielding) {
       ::sched_yield();
     } else {
-      const double left_s = endless ? kSlice_s : std::max(1e-3, timeout_s() - waited_s);
+      const double left_s = endless ? kSlice_s : std::max(1e-3, limit_s - waited_s);
       if (sleep(awaited, std::min(kSlice_s, left_s))) return;
       run_interrupt_check(operation);
     }
@@ -160,7 +162,7 @@ void Board::wait_slowly(const std::function<int()>& awaited,
       if (awaited() == kNobody) return;
       raise_dead(dead, operation);
     }
-    if (!endless && waited_s >= timeout_s()) raise_timeout(missing, operation);
+    if (!endless && waited_s >= limit_s) raise_timeout(missing, operation);
   }
 }
 
@@ -244,11 +246,11 @@ void Board::raise_failed(const std::function<std::string()>& operation) {
 
 void Board::raise_timeout(int missing, const std::function<std::string()>& operation) {
   const std::string whom = missing == kAnybody ? std::string("its peers") : describe(missing);
-  const std::string text =
-      concat(describe(rank()), " waited ", timeout_s(), " s for ", whom, " in ", operation());
+  const std::string text = concat(describe(rank()), " waited ", WaitLimit::or_else(timeout_s()),
+                                  " s for ", whom, " in ", operation());
   if (options_.waits_fail_group) fail(text);
   throw TimeoutError(concat(text, "; is that rank still running, and does it make the same calls? ",
-                            "(the limit is the group's timeout, or PYDIST_TIMEOUT_S)"));
+                            "(the limit is the timeout of the group, or PYDIST_TIMEOUT_S)"));
 }
 
 }  // namespace pydist

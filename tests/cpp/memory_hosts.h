@@ -1,6 +1,7 @@
 // Several hosts within the process, for tests: ranks are threads, and so is the network.
 #pragma once
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -38,6 +39,11 @@ class MemoryWire {
     int num_left = 0;
   };
   int size() const { return size_; }
+  // What ranks have sent, in bytes; of an all_gather each part once.
+  int64_t nbytes() const { return nbytes_.load(); }
+  // As when a peer has died: what is under way, and all to come, ends with an error.
+  void break_down() { is_broken_.store(true); }
+  bool is_broken() const { return is_broken_.load(); }
 
   uint64_t come(int rank, Entry entry) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -47,6 +53,7 @@ class MemoryWire {
     // A copy, as of what has gone into a socket.
     int64_t nbytes = 0;
     for (const int64_t part : entry.sent) nbytes += part;
+    nbytes_ += nbytes;
     SharedBytes copy = make_shared_bytes(nbytes);
     if (nbytes > 0) std::memcpy(copy.get(), entry.from.get(), nbytes);
     entry.from = copy;
@@ -71,6 +78,8 @@ class MemoryWire {
   std::mutex mutex_;
   std::vector<uint64_t> counts_;
   std::map<uint64_t, Meeting> meetings_;
+  std::atomic<int64_t> nbytes_{0};
+  std::atomic<bool> is_broken_{false};
 };
 
 class MemoryNetwork final : public Network {
@@ -78,6 +87,7 @@ class MemoryNetwork final : public Network {
   MemoryNetwork(std::shared_ptr<MemoryWire> wire, int rank) : wire_(std::move(wire)), rank_(rank) {}
   int rank() const override { return rank_; }
   int size() const override { return wire_->size(); }
+  MemoryWire& wire() { return *wire_; }
   Started all_to_all(const SharedBytes& from, const SharedBytes& to, size_t nbytes) override {
     const std::vector<int64_t> equal(size(), static_cast<int64_t>(nbytes));
     return all_to_all(from, equal, to, equal);
@@ -115,8 +125,11 @@ class MemoryNetwork final : public Network {
    public:
     Meeting(std::shared_ptr<MemoryWire> wire, uint64_t number, Take take)
         : wire_(std::move(wire)), number_(number), take_(std::move(take)) {}
-    bool test() override { return wire_->all_have_come(number_); }
-    void finish() override { take_(wire_->leave(number_)); }
+    bool test() override { return wire_->is_broken() || wire_->all_have_come(number_); }
+    void finish() override {
+      if (wire_->is_broken()) throw NetworkError("the wire is broken");
+      take_(wire_->leave(number_));
+    }
 
    private:
     std::shared_ptr<MemoryWire> wire_;
@@ -150,9 +163,15 @@ class StoreOf final : public Store {
 };
 
 using Body = std::function<void(HostsCommunicator&, HostsTeam&)>;
+// Of a rank, over its host's board.
+using MakeMessages = std::function<std::unique_ptr<HostsMessages>(int, std::shared_ptr<Board>)>;
+
+// Raised by a body whose rank ends there, without a word to the others.
+struct Leaves {};
 
 // body(communicator, team) on every rank, each a thread.
-inline void on_hosts(const Hosts& hosts, const Body& body, double timeout_s = 20) {
+inline void on_hosts(const Hosts& hosts, const Body& body, double timeout_s = 20,
+                     const MakeMessages& make_messages = nullptr) {
   MemoryStore store;
   const HostLayout layout(hosts);
   std::vector<std::shared_ptr<MemoryWire>> lanes;
@@ -181,10 +200,15 @@ inline void on_hosts(const Hosts& hosts, const Body& body, double timeout_s = 20
         if (layout.has_lane(rank)) {
           team.lane = std::make_shared<MemoryNetwork>(lanes[layout.local_of(rank)], host);
         }
-        HostsCommunicator communicator(team, std::make_unique<StoreOf>(store, "watch/"), nullptr,
-                                       options);
+        std::unique_ptr<HostsMessages> messages;
+        if (make_messages) {
+          messages = make_messages(rank, std::shared_ptr<Board>(team.local, &team.local->board()));
+        }
+        HostsCommunicator communicator(team, std::make_unique<StoreOf>(store, "watch/"),
+                                       std::move(messages), options);
         body(communicator, team);
         if (!communicator.board().failed()) communicator.barrier();
+      } catch (const Leaves&) {
       } catch (const std::exception& error) {
         std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
         std::exit(1);

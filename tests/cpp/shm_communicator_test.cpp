@@ -3,8 +3,6 @@
 #include "collective/shm_communicator.h"
 
 #include <cstring>
-#include <exception>
-#include <functional>
 #include <memory>
 #include <random>
 #include <thread>
@@ -13,55 +11,12 @@
 #include "base/error.h"
 #include "check.h"
 #include "collective/message_ring.h"
-#include "memory_store.h"
+#include "memory_ranks.h"
 #include "transport/arena.h"
 
 using namespace pydist;
 
 namespace {
-
-constexpr double kTimeout_s = 20;
-
-// body(communicator) on every rank, each a thread.
-void on_ranks(int size, const std::function<void(ShmCommunicator&)>& body,
-              double timeout_s = kTimeout_s) {
-  MemoryStore store;
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        BoardOptions options;
-        options.rank = rank;
-        options.size = size;
-        options.timeout_s = timeout_s;
-        options.name = "the test group";
-        auto communicator = ShmCommunicator::create(store, options);
-        body(*communicator);
-      } catch (const std::exception& error) {
-        std::fprintf(stderr, "rank %d of %d: %s\n", rank, size, error.what());
-        std::exit(1);
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-}
-
-template <class ErrorType>
-std::string message_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const ErrorType& error) {
-    return error.what();
-  }
-  CHECK(!"the error was not raised");
-  return "";
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  if (text.find(part) != std::string::npos) return true;
-  std::fprintf(stderr, "'%s' is not in '%s'\n", part.c_str(), text.c_str());
-  return false;
-}
 
 // Memory in the arena or elsewhere.
 template <class T>
@@ -256,115 +211,6 @@ void test_mismatch() {
   });
 }
 
-void test_messages() {
-  on_ranks(3, [&](ShmCommunicator& c) {
-    const int me = c.rank(), next = (me + 1) % 3, previous = (me + 2) % 3;
-    for (int64_t n : {0, 1, 1000, 3000000}) {  // the last is many rings long; everybody sends first
-      std::vector<int32_t> out(n), in(n);
-      for (int64_t i = 0; i < n; ++i) out[i] = int32_t(i + me);
-      const auto exchange = [&] {
-        c.send({out.data(), n, DType::kInt32}, next, 5);
-        CHECK(c.receive({in.data(), n, DType::kInt32}, previous, 5) == previous);
-      };
-      exchange();
-      for (int64_t i = 0; i < n; ++i) CHECK(in[i] == int32_t(i + previous));
-    }
-    // Tags in another order than sent; any source.
-    for (int tag : {1, 2, 3}) {
-      const double value = 10 * me + tag;
-      c.send({const_cast<double*>(&value), 1, DType::kFloat64}, next, tag);
-    }
-    for (int tag : {3, 1}) {
-      double value = 0;
-      c.receive({&value, 1, DType::kFloat64}, previous, tag);
-      CHECK(value == 10 * previous + tag);
-    }
-    double value = 0;
-    CHECK(c.receive({&value, 1, DType::kFloat64}, ShmCommunicator::kAnySource, 2) == previous);
-    CHECK(value == 10 * previous + 2);
-    c.barrier();
-    // A refused message: the receiver raises, then the sender, once; everything goes on.
-    if (me == 0) {
-      const auto send = [&] { c.send({&value, 1, DType::kFloat64}, 1, 9); };
-      send();
-      c.barrier();
-      CHECK(contains(message_of<MismatchError>(send),
-                     "it expected 2 float32 with tag 9 and got 1 float64"));
-      send();
-    } else if (me == 1) {
-      float two[2];
-      const auto receive = [&] { c.receive({two, 2, DType::kFloat32}, 0, 9); };
-      CHECK(contains(message_of<MismatchError>(receive), "sent 1 float64 with tag 9"));
-      c.barrier();
-      c.receive({&value, 1, DType::kFloat64}, 0, 9);
-    } else {
-      c.barrier();
-    }
-    c.barrier();
-  });
-}
-
-// A sender that is blocked in a long message learns that it was refused, and cuts it short; so it
-// does when another one was refused, and then the receiver waits on for the message of its tag.
-void test_refused_while_sending() {
-  on_ranks(2, [&](ShmCommunicator& c) {
-    std::vector<uint8_t> bytes(8 << 20);
-    const Buffer all{bytes.data(), int64_t(bytes.size()), DType::kUInt8};
-    const Buffer five{bytes.data(), 5, DType::kUInt8};
-    for (int round = 0; round < 20; ++round) {
-      message_of<MismatchError>(
-          [&] { c.rank() == 0 ? c.send(all, 1, 0) : (void)c.receive(five, 0, 0); });
-      if (c.rank() == 0) {
-        std::fill(bytes.begin(), bytes.end(), uint8_t(round + 1));
-        bool raised = false;
-        try {
-          c.send(five, 1, 1);
-          c.send(all, 1, 2);  // before, while or after the other is refused
-        } catch (const MismatchError&) {
-          raised = true;
-          c.send(all, 1, 2);
-        }
-        c.barrier();
-        if (!raised) message_of<MismatchError>([&] { c.send(five, 1, 3); });
-      } else {
-        std::thread other([&] {
-          std::vector<uint8_t> found(8 << 20);
-          c.receive({found.data(), int64_t(found.size()), DType::kUInt8}, 0, 2);
-          for (uint8_t byte : found) CHECK(byte == round + 1);
-        });
-        message_of<MismatchError>([&] { c.receive({bytes.data(), 6, DType::kUInt8}, 0, 1); });
-        other.join();
-        c.barrier();
-      }
-    }
-  });
-}
-
-void test_threads_receive_from_one_source() {
-  on_ranks(2, [&](ShmCommunicator& c) {
-    constexpr int kCount = 200;
-    if (c.rank() == 0) {
-      for (int i = 0; i < kCount; ++i) {
-        for (int tag : {1, 0}) {
-          std::vector<int32_t> values(5000, i * 2 + tag);
-          c.send({values.data(), 5000, DType::kInt32}, 1, tag);
-        }
-      }
-      return;
-    }
-    const auto receive = [&](int tag) {
-      for (int i = 0; i < kCount; ++i) {
-        std::vector<int32_t> values(5000);
-        c.receive({values.data(), 5000, DType::kInt32}, 0, tag);
-        CHECK(values.front() == i * 2 + tag && values.back() == i * 2 + tag);
-      }
-    };
-    std::thread other([&] { receive(0); });
-    receive(1);
-    other.join();
-  });
-}
-
 void test_requests() {
   on_ranks(3, [&](ShmCommunicator& c) {
     constexpr int kCount = 40;
@@ -528,9 +374,6 @@ int main() {
   test_all_to_all();
   test_broadcast_many();
   test_mismatch();
-  test_messages();
-  test_refused_while_sending();
-  test_threads_receive_from_one_source();
   test_requests();
   test_failure();
   test_timeout();

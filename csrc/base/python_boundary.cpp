@@ -1,4 +1,4 @@
-#include "bucket/autograd_boundary.h"
+#include "base/python_boundary.h"
 
 namespace pydist {
 
@@ -6,9 +6,9 @@ namespace {
 Rethrow installed_rethrow = nullptr;  // set once, at import
 }
 
-void set_autograd_rethrow(Rethrow rethrow) { installed_rethrow = rethrow; }
+void set_torch_rethrow(Rethrow rethrow) { installed_rethrow = rethrow; }
 
-void rethrow_through_autograd(std::exception_ptr error) {
+void rethrow_through_torch(std::exception_ptr error) {
   if (installed_rethrow != nullptr) installed_rethrow(error);
   std::rethrow_exception(error);
 }

@@ -1,4 +1,4 @@
-// The engine's name of torch's element types, for the bindings.
+// The engine's name of torch's element types.
 #pragma once
 
 #include <c10/core/ScalarType.h>
