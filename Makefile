@@ -99,7 +99,7 @@ LINTED = $(wildcard setup.py build_backend pydist tests bench examples)
 lint: venv
 	$(PY) -m ruff check $(LINTED)
 	$(PY) -m ruff format --check $(LINTED)
-	$(PY) -m mypy --strict pydist bench
+	$(PY) -m mypy --strict pydist pydist_backend.py bench
 	MYPYPATH=examples $(PY) -m mypy --strict examples
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
 

@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from torch import Tensor, device, dtype
-from torch import distributed as dist
+from torch._C._distributed_c10d import Backend as TorchBackend
 from torch._C._distributed_c10d import ProcessGroup, Store
 
 testing: ModuleType
@@ -67,18 +67,18 @@ class Communicator:
     def fail(self, reason: str) -> None: ...
     def benchmark_all_reduce(self, tensor: Tensor, iterations: int) -> float: ...
 
-class Backend(dist.Backend):
+class Backend(TorchBackend):
     def __init__(
         self,
         communicator: Communicator,
         global_ranks: list[int],
         group_name: str,
-        split: Callable[[Store, list[int], dist.Backend.Options | None], dist.Backend],
+        split: Callable[[Store, list[int], TorchBackend.Options | None], TorchBackend],
     ) -> None: ...
     @property
     def communicator(self) -> Communicator: ...
     @property
-    def options(self) -> dist.Backend.Options: ...
+    def options(self) -> TorchBackend.Options: ...
     def counts(self) -> dict[str, dict[str, int]]: ...
 
 class HostsMaker:

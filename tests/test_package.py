@@ -212,7 +212,7 @@ def test_the_source_archive_can_be_built_from(tmp_path: Path) -> None:
     wanted = {"setup.py", "pyproject.toml", "LICENSE", "build_backend/pydist_build.py"}
     wanted.add("build_backend/cuda_build.py")
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.*")}
-    wanted |= {"pydist/py.typed", "pydist/_C.pyi", "pydist/__init__.py"}
+    wanted |= {"pydist/py.typed", "pydist/_C.pyi", "pydist/__init__.py", "pydist_backend.py"}
     assert wanted <= names, sorted(wanted - names)
     assert not {name for name in names if name.endswith((".so", "_build_info.py"))}
 
@@ -221,7 +221,10 @@ def test_the_source_archive_can_be_built_from(tmp_path: Path) -> None:
 def test_the_wheel_holds_the_package_alone(tmp_path: Path) -> None:
     archive = backend("build_wheel", tmp_path, copy_of_tree(tmp_path))
     names = zipfile.ZipFile(archive).namelist()
-    assert {name.split("/")[0].partition("-")[0] for name in names} == {"pydist"}
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {
+        "pydist",
+        "pydist_backend.py",
+    }
     inside = {name.partition("/")[2] for name in names}
     assert {"py.typed", "_C.pyi", "_build_info.py", "__init__.py"} <= inside
     assert any(name.endswith(".so") for name in inside)

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "base/check.h"
+#include "base/python_boundary.h"
 #include "transport/wait_limit.h"
 
 namespace pydist {
@@ -86,7 +87,11 @@ Backend::WorkPointer Backend::launch(Plan plan, const How& how,
     });
     return work;
   }
-  start(work, limited ? seconds_of(how.timeout) : std::numeric_limits<double>::infinity());
+  try {
+    start(work, limited ? seconds_of(how.timeout) : std::numeric_limits<double>::infinity());
+  } catch (...) {
+    rethrow_through_torch(std::current_exception());
+  }
   return work;
 }
 

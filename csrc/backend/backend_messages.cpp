@@ -1,6 +1,7 @@
 #include "backend/backend.h"
 #include "base/check.h"
 #include "base/python_boundary.h"
+#include "collective/missing_ranks.h"
 
 namespace pydist {
 

@@ -7,6 +7,7 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "collective/communicator.h"
+#include "collective/missing_ranks.h"
 
 namespace pydist {
 

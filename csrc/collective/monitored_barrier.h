@@ -10,29 +10,17 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "base/error.h"
 #include "collective/request.h"
 
 namespace pydist {
 
 class Communicator;
 
-// Of rank 0: who did not come.
-class MissingRanks : public TimeoutError {
- public:
-  MissingRanks(const std::string& text, std::vector<int> ranks)
-      : TimeoutError(text), ranks(std::move(ranks)) {}
-
-  const std::vector<int> ranks;
-};
-
 class MonitoredBarrier {
  public:
-  // Raises TimeoutError, on rank 0 MissingRanks, where ranks do not come within timeout_s, on every
-  // rank that came.
+  // Raises TimeoutError where ranks do not come within timeout_s, on every rank that came.
   void run(Communicator& communicator, double timeout_s, bool wait_all_ranks);
 
  private:

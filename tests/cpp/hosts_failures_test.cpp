@@ -161,6 +161,7 @@ void test_interrupts() {
             if (!starts) return c.run(call);
             c.start(call, nullptr)->wait();
           });
+          is_interrupted = false;
           message_of<PeerError>([&] { c.barrier(); });
           return;
         }
