@@ -1,6 +1,7 @@
 """Owns the benchmark of ranks on several hosts: sums and training steps over limited links."""
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,13 +19,14 @@ from bench.hosts_report import COMPARED, RATES, Layout, aims, layout_text, rate_
 from bench.network import Network, places
 from bench.options import LARGE, OPTIONS, TINY, VIEWS, Option, Shape, Wrapping
 from bench.ranks import Rank, Ranks, Span, elapsed_s
-from bench.record import RESULTS, Case, Parameter, Record, load
+from bench.record import REPOSITORY, RESULTS, Case, Parameter, Record, load
 from bench.sampling import interleaved
 from bench.table import size_text
 
 __all__ = ["aims", "render"]
 
 NAME = "hosts"
+SAMPLES = RESULTS / f"{NAME}.json"
 T = TypeVar("T")
 PORT = 29500  # each network has its own
 
@@ -290,7 +292,12 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.project:
-        print("\n".join(host_cost_model.projection(load(RESULTS / f"{NAME}.json"))))
+        if not SAMPLES.exists():
+            sys.exit(
+                f"{SAMPLES} is missing: `{command_line.command_of(f'bench.{NAME}', False)} "
+                f"--json {SAMPLES.relative_to(REPOSITORY)}` measures what the model is fitted on"
+            )
+        print("\n".join(host_cost_model.projection(load(SAMPLES))))
         return
     record = measure(options.quick, command_line.command_of(f"bench.{NAME}", options.quick))
     if options.json:
