@@ -4,7 +4,7 @@ A sum's bytes are cut into segments, whose work in the hosts and whose way over 
 With H hosts and n ranks (see csrc/collective/hosts_plan.h for segments and exchanges):
 
     time = latency + (work^p + link^p)^(1/p) + delay * ways
-    link = factor * 2 (H - 1) / H * bytes / rate        headers; what each host sends
+    link = (1 + headers) * 2 (H - 1) / H * bytes / rate what each host sends: never less
     work = (turn * n * turns                            a rank is woken, works, and sleeps
           + message * messages                          one host to another, each time
           + memory * n * bytes                          reduced and copied inside hosts
@@ -80,7 +80,7 @@ class Costs:
     message_s: float = 2e-5
     memory_s_per_byte: float = 3e-10
     network_s_per_byte: float = 3e-10
-    link_factor: float = 1.05
+    headers: float = 0.05  # of the bytes
     overlap: float = 4.0  # p: 1 is none, many is all
 
     def work_s(self, what: Sum) -> float:
@@ -99,7 +99,7 @@ class Costs:
         return work * share / what.cores
 
     def link_s(self, what: Sum) -> float:
-        return self.link_factor * what.floor_s
+        return (1 + self.headers) * what.floor_s
 
     def predict_s(self, what: Sum) -> float:
         work, link = self.work_s(what), self.link_s(what)

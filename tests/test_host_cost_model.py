@@ -10,8 +10,8 @@ from bench.host_cost_model import Costs, Sum, fit
 from bench.record import Case, Record
 
 MIB = 2**20
-FREE = Costs(1e-12, 1e-12, 1e-12, 1e-20, 1e-20, 1.0, 4.0)
-TRUE = Costs(3e-4, 3e-5, 5e-5, 4e-10, 5e-10, 1.06, 3.0)
+FREE = Costs(1e-12, 1e-12, 1e-12, 1e-20, 1e-20, 1e-12, 4.0)
+TRUE = Costs(3e-4, 3e-5, 5e-5, 4e-10, 5e-10, 0.06, 3.0)
 
 
 def test_with_nothing_but_a_link_it_is_the_floor() -> None:
@@ -23,10 +23,10 @@ def test_with_nothing_but_a_link_it_is_the_floor() -> None:
 
 
 def test_with_nothing_but_work_cores_share_it() -> None:
-    costs = Costs(1e-12, 1e-12, 1e-12, 1e-9, 1e-20, 1e-9, 4.0)
-    what = Sum((2, 2), 32 * MIB, 1e9, cores=2)
+    costs = Costs(1e-12, 1e-12, 1e-12, 1e-9, 1e-20, 1e-12, 4.0)
+    what = Sum((2, 2), 32 * MIB, 1e13, cores=2)
     assert costs.predict_s(what) == pytest.approx(4 * 32 * MIB * 1e-9 / 2, rel=1e-3)
-    alone = Sum((2, 2), 32 * MIB, 1e9, cores=2, sharing_hosts=1)
+    alone = Sum((2, 2), 32 * MIB, 1e13, cores=2, sharing_hosts=1)
     assert costs.predict_s(alone) == pytest.approx(2 * 32 * MIB * 1e-9 / 2, rel=1e-3)
 
 
@@ -38,7 +38,7 @@ def test_segments_and_exchanges_are_those_of_the_engine() -> None:
 
 def test_half_of_both_overlaps_as_the_exponent_says() -> None:
     """Where work takes as long as the link: 2^(1/p) of either."""
-    costs = Costs(1e-12, 1e-12, 1e-12, 1e-20, 2e-9, 1.0, 2.0)
+    costs = Costs(1e-12, 1e-12, 1e-12, 1e-20, 2e-9, 1e-12, 2.0)
     what = Sum((1, 1), 32 * MIB, 4e9, cores=2)
     assert costs.work_s(what) == pytest.approx(costs.link_s(what), rel=1e-3)
     assert costs.predict_s(what) == pytest.approx(2**0.5 * costs.link_s(what), rel=1e-3)
