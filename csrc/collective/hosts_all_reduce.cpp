@@ -51,7 +51,14 @@ Buffer HostsAllReduce::part(const HostsSpan& span) const {
   return buffer;
 }
 
+bool HostsAllReduce::is_shared_out(int64_t t) const {
+  return team_.local->size() == team_.layout.num_lanes() && plan_.has_equal_shares(t);
+}
+
 void HostsAllReduce::reduce_locally(int64_t t) {
+  if (is_shared_out(t)) {
+    return team_.local->reduce_scatter(part(plan_.segment(t)), part(my_share(t)), collective_.op);
+  }
   team_.local->all_reduce(part(plan_.segment(t)), collective_.op);
 }
 
@@ -98,6 +105,9 @@ void HostsAllReduce::deliver(int64_t t) {
     sum_.from_wire((gathers ? now.received : now.sent).get(), part(share).data, share.count);
   }
   if (team_.local->size() == 1) return;
+  if (is_shared_out(t)) {
+    return team_.local->all_gather(part(share), part(plan_.segment(t)));
+  }
   for (int lane = 0; lane < team_.layout.num_lanes(); ++lane) {
     const HostsSpan span = plan_.share(t, lane);
     if (span.count > 0) team_.local->broadcast(part(span), lane);

@@ -3,7 +3,8 @@
 // A segment goes through five steps, of which those marked ~ are under way in the network while
 // this thread does something else:
 //
-//   reduce    the ranks of each host reduce the segment among themselves (in place)
+//   reduce    the ranks of each host reduce the segment among themselves, in place: each its lane's
+//             share, or where a host has ranks without a lane all of it
 //   ~ spread  each lane sends slice h of its share to host h
 //   add       the owner adds what all hosts sent it, in host order, and rounds once
 //   ~ gather  each lane collects the sums of all slices
@@ -53,6 +54,8 @@ class HostsAllReduce {
   void add(int64_t t);
   void deliver(int64_t t);
   Buffer part(const HostsSpan& span) const;
+  // True if each rank of this host needs its own share of the local sum alone.
+  bool is_shared_out(int64_t t) const;
   Flight& flight(int64_t t) { return flights_[t % kDepth]; }
   HostsSpan my_share(int64_t t) const { return plan_.share(t, team_.local_rank()); }
   void await(Flight& flight);

@@ -86,11 +86,13 @@ class HostsPlan {
         num_lanes_(num_lanes) {
     const int64_t nbytes = std::clamp(num_elements * element_nbytes_ / kSegments, kMinSegmentNbytes,
                                       kMaxSegmentNbytes);
-    segment_ = align(nbytes / element_nbytes_);
+    set_segment_elements(nbytes / element_nbytes_);
   }
 
-  // For tests.
-  void set_segment_elements(int64_t elements) { segment_ = align(elements); }
+  // About so many; public for tests. Whole lines for every lane, so that shares are equal.
+  void set_segment_elements(int64_t elements) {
+    segment_ = align(divide_up(elements, num_lanes_)) * num_lanes_;
+  }
 
   int64_t num_segments() const { return divide_up(num_elements_, segment_); }
   HostsSpan segment(int64_t t) const {
@@ -103,6 +105,10 @@ class HostsPlan {
     const int64_t each = share_elements(whole);
     const int64_t begin = std::min(lane * each, whole.count);
     return {whole.begin + begin, std::min(each, whole.count - begin)};
+  }
+  bool has_equal_shares(int64_t t) const {
+    const HostsSpan whole = segment(t);
+    return whole.count == num_lanes_ * share_elements(whole);
   }
   // Of every slice in this segment's shares; what is behind a share's end is filled up.
   int64_t slice_elements(int64_t t) const {
