@@ -1,11 +1,15 @@
-"""Owns the results of torch's tests as they come in from run_cases.py, by world."""
+"""Owns the results of torch's tests as they come in from run_cases.py, by world; and their fixture,
+which a module has by importing it."""
 
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
@@ -79,3 +83,20 @@ class AllResults:
     def close(self) -> None:
         for results in self._started.values():
             results.close()
+
+
+@pytest.fixture(scope="module", name="results")
+def gather_results(request: pytest.FixtureRequest) -> Iterator[AllResults]:
+    """Of what is selected of the module's test_torch[world, test]."""
+    selected: dict[World, list[str]] = {}
+    for item in request.session.items:
+        if (
+            isinstance(item, pytest.Function)
+            and item.module is request.module
+            and item.originalname == "test_torch"
+        ):
+            parameters = item.callspec.params
+            selected.setdefault(parameters["world"], []).append(parameters["test"])
+    found = AllResults(selected)
+    yield found
+    found.close()

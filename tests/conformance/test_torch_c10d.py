@@ -13,7 +13,9 @@ from expected_collectives import (
     MPI_PASSES,
     MPI_PASSES_WITH_FOUR,
 )
-from suite_results import AllResults, World
+from suite_results import AllResults, World, gather_results
+
+__all__ = ["gather_results"]  # a fixture
 
 
 def _world(world_size: int, shown: str, *options: str) -> World:

@@ -15,7 +15,9 @@ from expected_data_parallel import (
     TORCH_PASSES,
     WITHOUT_SHIM,
 )
-from suite_results import AllResults, World
+from suite_results import AllResults, World, gather_results
+
+__all__ = ["gather_results"]  # a fixture
 
 
 def _world(world_size: int, shim: bool = True, transport: str = "shared_memory") -> World:
