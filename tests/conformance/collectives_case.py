@@ -108,10 +108,24 @@ def _renaming(find: Callable[..., Any], shown: str, backend: str) -> Callable[..
 
 
 def _refuse_gloo() -> None:
-    """Nothing of what is tested may be done by Gloo."""
+    """Nothing of what is tested may be done by Gloo.
 
-    class NoGloo(c10d.ProcessGroupGloo):
+    At the debug level DETAIL torch itself compares calls, through a group with Gloo beside each.
+    """
+    gloo, wrap = c10d.ProcessGroupGloo, c10d._create_process_group_wrapper
+
+    class NoGloo(gloo):
         def __init__(self, *_args: Any, **_kwargs: Any) -> None:
             raise AssertionError("a Gloo group is made")
 
     c10d.ProcessGroupGloo = NoGloo
+
+    @functools.wraps(wrap)
+    def wrap_with_gloo(*args: Any, **kwargs: Any) -> Any:
+        c10d.ProcessGroupGloo = gloo
+        try:
+            return wrap(*args, **kwargs)
+        finally:
+            c10d.ProcessGroupGloo = NoGloo
+
+    c10d._create_process_group_wrapper = wrap_with_gloo
