@@ -60,7 +60,8 @@ def test_a_killed_host_is_named() -> None:
         assert outcome.ok, outcome.traceback
         waited_s, text = outcome.value
         assert waited_s < SOON_S
-        assert "host b (rank 2 (pid" in text
+        # Either rank may live a moment longer, and say of the other that it died.
+        assert "host b" in text
 
 
 def come_late(rank: int, world_size: int, late: int) -> str:
