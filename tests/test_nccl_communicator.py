@@ -147,7 +147,7 @@ def check_refusals(rank: int, size: int, name: str) -> None:
         ("the product of complex", lambda: comm.all_reduce(good.cfloat(), PRODUCT, "x")),
         ("Float8", lambda: comm.all_reduce(good.to(torch.float8_e4m3fn), SUM, "x")),
         ("contiguous", lambda: comm.all_reduce(good[::2], SUM, "x")),
-        ("no reduce operation 7", lambda: comm.all_reduce(good, 7, "x")),
+        ("no reduce operation 8", lambda: comm.all_reduce(good, 8, "x")),
         ("no rank 2 in a group of 2", lambda: comm.broadcast([good], size, "x")),
         ("without gaps", lambda: comm.broadcast([good[::2]], 0, "x")),
         ("2 times as many", lambda: comm.all_gather(good, good, "x")),

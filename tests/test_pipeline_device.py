@@ -194,7 +194,9 @@ def output_is_filled_again(rank: int, world_size: int) -> None:
     for _ in range(3):
         outputs = pipeline(x)
         if rank == 1:
-            assert torch.equal(outputs, pipeline.local_stages[1](x))
+            # A kernel of another number of rows may round otherwise.
+            parts = [pipeline.local_stages[1](part) for part in x.chunk(4)]
+            assert torch.equal(outputs, torch.cat(parts))
 
 
 def test_a_stage_may_fill_its_output_again() -> None:

@@ -159,7 +159,7 @@ def make_wrongly(rank: int, world_size: int) -> None:
     for shape, names, hint in (
         ((2,), ("pipe",), '(2,), mesh_dim_names=("pp",))'),
         ((1, 2), ("data", "pipe"), '(1, 2), mesh_dim_names=("dp", "pp"))'),
-        ((1, 1, 2), ("a", "b", "c"), '(2,), mesh_dim_names=("pp",))'),
+        ((1, 1, 2), ("a", "b", "c"), '(1, 1, 2), mesh_dim_names=("dp", "pp", "tp"))'),
     ):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         expect_usage(hint, lambda mesh=mesh: make(device_mesh=mesh))
