@@ -76,7 +76,7 @@ def wrap_only_on_rank_0(module: nn.Module, group: dist.ProcessGroup) -> Distribu
     return DistributedDataParallel(module, process_group=group)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_trains_the_same_model_by_all_engines(tmp_path: Path, num_ranks: int) -> None:
     demo = run([str(EXAMPLES / "train_gpt.py"), *TINY, "--ranks", str(num_ranks)], tmp_path)
 
@@ -115,7 +115,7 @@ def test_trains_the_same_model_by_all_engines(tmp_path: Path, num_ranks: int) ->
     ("wrapper", "complaint"),
     [
         ("wrap_without_reduction", "the ranks of 'pydist' ended with different weights"),
-        ("wrap_with_sum", "the gradient norm of 'pydist' is"),
+        pytest.param("wrap_with_sum", "the gradient norm of 'pydist' is", marks=pytest.mark.slow),
     ],
 )
 def test_fails_when_an_engine_reduces_wrongly(tmp_path: Path, wrapper: str, complaint: str) -> None:

@@ -164,6 +164,7 @@ def test_another_number_of_ranks_is_refused(uninterrupted: Path) -> None:
     assert (uninterrupted / "checkpoint.pt").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_death_on_one_of_two_hosts(uninterrupted: Path, tmp_path: Path) -> None:
     """Two torchruns, as on two hosts: the one without a death starts its ranks again as well."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
