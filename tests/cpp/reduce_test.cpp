@@ -102,7 +102,21 @@ Element naive_bool(const std::vector<Element>& inputs, ReduceOp op) {
   return {static_cast<uint8_t>(total)};
 }
 
+Element naive_bits(const std::vector<Element>& inputs, ReduceOp op) {
+  Element total = inputs[0];
+  for (size_t k = 1; k < inputs.size(); ++k) {
+    for (size_t i = 0; i < total.size(); ++i) {
+      const uint8_t byte = inputs[k][i];
+      total[i] = op == ReduceOp::kBitAnd  ? total[i] & byte
+                 : op == ReduceOp::kBitOr ? total[i] | byte
+                                          : total[i] ^ byte;
+    }
+  }
+  return total;
+}
+
 Element naive(DType dtype, ReduceOp op, const std::vector<Element>& inputs) {
+  if (is_bitwise(op)) return naive_bits(inputs, op);
   switch (dtype) {
     case DType::kBool:
       return naive_bool(inputs, op);
