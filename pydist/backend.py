@@ -1,14 +1,13 @@
-"""Owns the backend "pydist" of torch.distributed: its registration, and how groups get theirs.
+"""Owns the backend "pydist" of torch.distributed: how groups get theirs.
 
     torch.distributed.init_process_group("pydist")          # or "cpu:pydist,cuda:nccl"
 
-pydist_backend.py registers it while torch is imported, and so does importing pydist.
+pydist_backend.py registers it while torch is imported.
 """
 
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from pydist import _C
@@ -18,12 +17,6 @@ from pydist._torch_groups import forced_time_limit_s
 from pydist.errors import HostError
 
 NAME = "pydist"
-
-
-def register() -> None:
-    """Makes the name known to torch.distributed, if it is not."""
-    if not hasattr(dist.Backend, NAME.upper()):
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
 
 
 def create(options: Any, backend_options: Any = None) -> _C.Backend:
